@@ -15,18 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 
 # Loaded inside the functions that need them, since most processes need none of them.
-LAZY = (
-    "httpx",
-    "starlette",
-    "uvicorn",
-    "typer",
-    "rich",
-    "prometheus_client",
-    "transformers",
-    "triton",
-    "vllm",
-    "deep_gemm",
-)
+LAZY = "httpx starlette uvicorn typer rich prometheus_client transformers triton vllm deep_gemm".split()
 
 PROBE = """
 import json, sys, time

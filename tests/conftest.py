@@ -13,7 +13,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 @pytest.fixture(autouse=True)
 def visible_uninitialised_memory():
-    """Fills `torch.empty` with NaN (floats) or the largest integer, so that a byte nobody wrote cannot pass for a zero page."""
+    """`torch.empty` gives NaN or the largest integer, so that a byte nobody wrote cannot pass for a zero page."""
     deterministic = torch.are_deterministic_algorithms_enabled()
     fill = torch.utils.deterministic.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True, warn_only=True)
