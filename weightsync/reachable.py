@@ -1,0 +1,424 @@
+"""Every tensor that a model holds, wherever Python keeps it, each under a path that can be read and written.
+
+A captured CUDA graph does not care whether a tensor is a parameter. It may hold a buffer, a plain attribute, an entry
+of a dict, an argument of a `functools.partial` or the cell of a closure, so an audit of addresses must see all of them,
+and whoever puts a tensor back must reach all of them. Paths read like Python:
+
+    layers.0.weight                   parameter, buffer or plain attribute
+    layers.0.kernel.scales['w13']     helper object, dict
+    layers.0.forward_impl.args[1]     functools.partial
+    layers.0.forward_impl.<table>     closure cell named `table`
+    layers.0.streams{0}               set, by position
+
+    for slot in walk(model): print(slot.path, slot.kind, slot.tensor.shape)
+    replace(model, "layers.0.kernel.scales['w13']", tensor)
+    state = PythonState.capture(model); ...; state.restore()
+
+Not followed: weak references, dict keys, classes, and objects whose type belongs to torch, numpy or the standard
+library (their internals are not the model's), except the containers named above.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import sys
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from weightsync.errors import LayoutError
+
+Kind = Literal["parameter", "buffer", "attribute"]
+
+_REGISTRIES = ("_parameters", "_buffers", "_modules")
+_FOREIGN = frozenset(sys.stdlib_module_names) | {"torch", "numpy", "triton"}
+_CONTAINERS = (dict, list, tuple, set, frozenset, collections.deque, types.MappingProxyType)
+# Standard-library types that only hold what a user put there.
+_PLAIN_HOLDERS = (types.SimpleNamespace, collections.UserDict, collections.UserList)
+_CALLABLES = (functools.partial, types.FunctionType, types.MethodType)
+_LEAVES = (str, bytes, int, float, complex, type(None), type, types.ModuleType, torch.dtype, torch.device, torch.Size)
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """One place that holds a tensor.
+
+    Attributes:
+        path: Where it is, from the model.
+        module: Path of the `nn.Module` that owns the place; "" for the model itself.
+        kind: "parameter" or "buffer" if registered under that name, else "attribute".
+        tensor: The tensor itself, not a copy.
+    """
+
+    path: str
+    module: str
+    kind: Kind
+    tensor: torch.Tensor
+
+
+class _Step(NamedTuple):
+    """How one child hangs on its holder."""
+
+    how: Literal["parameter", "buffer", "module", "attribute", "item", "member", "cell"]
+    key: Any
+
+    def label(self) -> str:
+        if self.how == "item":
+            return f"[{self.key!r}]"
+        if self.how == "member":
+            return f"{{{self.key}}}"
+        return f".<{self.key}>" if self.how == "cell" else f".{self.key}"
+
+
+class _Found(NamedTuple):
+    path: str
+    module: str
+    kind: Kind
+    value: Any
+
+
+def walk(model: torch.nn.Module) -> list[Slot]:
+    """Every place in `model` that holds a tensor, modules in registration order.
+
+    A holder (module, container, helper object) is entered once, at the first path that reaches it, so cycles end. A
+    tensor is listed at every place that holds it: tied parameters give two slots with the same `tensor`.
+    """
+    return [_slot(found) for found in _visit(model) if isinstance(found.value, torch.Tensor)]
+
+
+def walk_module(module: torch.nn.Module, path: str) -> list[Slot]:
+    """The slots of `module` alone, without those of any other module, registered or held in an attribute.
+
+    Args:
+        module: The module to look into.
+        path: Its path, which prefixes those of the slots.
+    """
+    own = _visit_module(module, path, seen={}, hidden=[])
+    return [_slot(found) for found in own if isinstance(found.value, torch.Tensor)]
+
+
+def replace(model: torch.nn.Module, path: str, tensor: torch.Tensor) -> None:
+    """Puts `tensor` at `path`, which must exist. Tuples, frozen sets and partials on the way are rebuilt or updated.
+
+    Raises:
+        LayoutError: Nothing is at that path, a registered parameter would become a plain tensor, or no holder on the
+            way can change.
+    """
+    chain = _find(model, "", path)
+    if chain is None:
+        raise LayoutError(f"{path}: no such place in {type(model).__name__}; take paths from walk(model)", names=[path])
+    value: Any = tensor
+    for node, step in reversed(chain):
+        value = _assign(node, step, value, path)
+        if value is None:
+            return
+    raise LayoutError(f"{path}: every holder on the way is immutable, so no tensor can be put there", names=[path])
+
+
+class PythonState:
+    """A model's Python state, to be put back in place: attributes, containers, helper objects, closures, `.data`.
+
+    Tensors are captured by alias (storage, shape, strides), not by bytes: a restore undoes rebinding, not writing.
+
+        state = PythonState.capture(model)
+        try: model.load_weights(...)
+        finally: state.restore()
+    """
+
+    def __init__(self, entries: list[_Saved]) -> None:
+        self._entries = entries
+
+    @classmethod
+    def capture(cls, model: torch.nn.Module) -> PythonState:
+        """Remembers everything that `walk` can reach in `model`; costs references, no tensor memory."""
+        saved: dict[int, _Saved] = {}
+        for found in _visit(model):
+            if id(found.value) not in saved:
+                saved[id(found.value)] = _Saved(found.value)
+        return cls(list(saved.values()))
+
+    def restore(self) -> None:
+        """Puts the captured state back into the very same objects. May be called more than once."""
+        for entry in self._entries:
+            entry.restore()
+
+
+def _slot(found: _Found) -> Slot:
+    return Slot(found.path, found.module, found.kind, found.value)
+
+
+def _visit(model: torch.nn.Module) -> Iterator[_Found]:
+    """Holders once, tensors at every place; registered modules first so that they are found under their own paths."""
+    modules: dict[int, tuple[str, torch.nn.Module]] = {}
+    queue = _registered(model, "", modules)
+    seen: dict[int, Any] = {}
+    for path, module in queue:
+        hidden: list[tuple[str, torch.nn.Module]] = []
+        yield from _visit_module(module, path, seen, hidden)
+        for hidden_path, hidden_module in hidden:
+            queue.extend(_registered(hidden_module, hidden_path, modules))
+
+
+def _registered(
+    module: torch.nn.Module, path: str, known: dict[int, tuple[str, torch.nn.Module]]
+) -> list[tuple[str, torch.nn.Module]]:
+    """`module` and its registered descendants, less the known ones, which it adds to."""
+    added = []
+    stack = [(path, module)]
+    while stack:
+        where, node = stack.pop()
+        if id(node) in known:
+            continue
+        known[id(node)] = (where, node)
+        added.append((where, node))
+        children = [(_join(where, f".{name}"), child) for name, child in node._modules.items() if child is not None]
+        stack.extend(reversed(children))
+    return added
+
+
+def _visit_module(
+    module: torch.nn.Module, path: str, seen: dict[int, Any], hidden: list[tuple[str, torch.nn.Module]]
+) -> Iterator[_Found]:
+    """What belongs to one module. Other modules met on the way go to `hidden`, not into the result."""
+    stack: list[tuple[str, Kind, Any]] = [(path, "attribute", module)]
+    while stack:
+        where, kind, node = stack.pop()
+        is_tensor = isinstance(node, torch.Tensor)
+        if is_tensor:
+            yield _Found(where, path, kind, node)
+        elif isinstance(node, torch.nn.Module) and node is not module:
+            hidden.append((where, node))
+            continue
+        if id(node) in seen:
+            continue
+        seen[id(node)] = node
+        if not is_tensor:
+            yield _Found(where, path, kind, node)
+        below: list[tuple[str, Kind, Any]] = []
+        for step, child in _children(node):
+            if step.how != "module" and _is_reachable(child):
+                child_kind: Kind = step.how if step.how in ("parameter", "buffer") else "attribute"
+                below.append((_join(where, step.label()), child_kind, child))
+        stack.extend(reversed(below))
+
+
+def _is_reachable(value: Any) -> bool:
+    """Whether `value` is a tensor or can hold one."""
+    if isinstance(value, _LEAVES):
+        return False
+    if isinstance(value, (torch.Tensor, torch.nn.Module, *_CONTAINERS, *_CALLABLES, *_PLAIN_HOLDERS)):
+        return True
+    return type(value).__module__.partition(".")[0] not in _FOREIGN
+
+
+def _children(node: Any) -> Iterator[tuple[_Step, Any]]:
+    """What hangs on one holder, in a fixed order."""
+    if isinstance(node, torch.nn.Module):
+        yield from ((_Step("parameter", name), value) for name, value in node._parameters.items())
+        yield from ((_Step("buffer", name), value) for name, value in node._buffers.items())
+        yield from ((_Step("module", name), value) for name, value in node._modules.items())
+    elif isinstance(node, (dict, types.MappingProxyType)):
+        yield from ((_Step("item", key), value) for key, value in node.items())
+    elif isinstance(node, (list, tuple, collections.deque)):
+        yield from ((_Step("item", index), value) for index, value in enumerate(node))
+    elif isinstance(node, (set, frozenset)):
+        yield from ((_Step("member", index), value) for index, value in enumerate(node))
+    elif isinstance(node, functools.partial):
+        yield from ((_Step("attribute", name), getattr(node, name)) for name in ("func", "args", "keywords"))
+    elif isinstance(node, types.MethodType):
+        yield from ((_Step("attribute", name), getattr(node, name)) for name in ("__self__", "__func__"))
+    elif isinstance(node, types.FunctionType):
+        yield from ((_Step("attribute", name), getattr(node, name)) for name in ("__defaults__", "__kwdefaults__"))
+        yield from ((_Step("cell", name), cell.cell_contents) for name, cell in _cells(node) if _is_set(cell))
+    yield from ((_Step("attribute", name), value) for name, value in _attributes(node).items())
+
+
+def _attributes(node: Any) -> dict[str, Any]:
+    """Instance attributes, from `__dict__` and slots, without a module's registries."""
+    if isinstance(node, types.MethodType):
+        return {}
+    found = {name: value for name, value in getattr(node, "__dict__", {}).items() if name not in _REGISTRIES}
+    for descriptor in _slot_descriptors(type(node)):  # type: ignore[arg-type]
+        try:
+            found[descriptor.__name__] = descriptor.__get__(node)
+        except AttributeError:
+            continue  # an unset slot holds nothing
+    return found
+
+
+@functools.lru_cache(maxsize=4096)
+def _slot_descriptors(cls: type) -> tuple[types.MemberDescriptorType, ...]:
+    return tuple(
+        value
+        for base in cls.__mro__
+        if base.__module__.partition(".")[0] not in _FOREIGN
+        for value in vars(base).values()
+        if isinstance(value, types.MemberDescriptorType)
+    )
+
+
+def _cells(function: types.FunctionType) -> list[tuple[str, types.CellType]]:
+    return list(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+
+
+def _is_set(cell: types.CellType) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018  # reading an empty cell raises, there is no other way to ask
+    except ValueError:
+        return False
+    return True
+
+
+def _join(path: str, label: str) -> str:
+    return path + label if path else label.removeprefix(".")
+
+
+def _find(node: Any, where: str, path: str) -> list[tuple[Any, _Step]] | None:
+    """The holders from `node` down to `path`, following the path alone."""
+    for step, child in _children(node):
+        below = _join(where, step.label())
+        if below == path:
+            return [(node, step)]
+        if path.startswith(below) and path[len(below)] in ".[{" and _is_reachable(child):
+            rest = _find(child, below, path)
+            if rest is not None:
+                return [(node, step), *rest]
+    return None
+
+
+def _assign(node: Any, step: _Step, value: Any, path: str) -> Any:
+    """Puts `value` on `node`; returns None when done in place, else a rebuilt `node` for the holder above."""
+    how, key = step
+    if how == "parameter":
+        if not isinstance(value, torch.nn.Parameter):
+            raise LayoutError(
+                f"{path}: a parameter can only be replaced by a parameter, got a plain tensor", names=[path]
+            )
+        node._parameters[key] = value
+    elif how == "buffer":
+        node._buffers[key] = value
+    elif how == "module":
+        node._modules[key] = value
+    elif how == "cell":
+        dict(_cells(node))[key].cell_contents = value
+    elif how == "item":
+        if isinstance(node, tuple):
+            items = [value if index == key else item for index, item in enumerate(node)]
+            return type(node)._make(items) if hasattr(node, "_make") else type(node)(items)
+        if isinstance(node, types.MappingProxyType):
+            raise LayoutError(f"{path}: a mappingproxy can't be changed, so no tensor can be put there", names=[path])
+        node[key] = value
+    elif how == "member":
+        items = [value if index == key else item for index, item in enumerate(node)]
+        if isinstance(node, frozenset):
+            return type(node)(items)
+        node.clear()
+        node.update(items)
+    elif isinstance(node, functools.partial) and key in ("func", "args", "keywords"):
+        func, args, keywords = (value if key == name else getattr(node, name) for name in ("func", "args", "keywords"))
+        node.__setstate__((func, args, keywords, vars(node)))  # type: ignore[attr-defined]
+    elif isinstance(node, types.MethodType):
+        raise LayoutError(f"{path}: a bound method can't be changed, so no tensor can be put there", names=[path])
+    elif isinstance(node, types.FunctionType) and key in ("__defaults__", "__kwdefaults__"):
+        setattr(node, key, value)
+    else:
+        object.__setattr__(node, key, value)  # also past a frozen dataclass and nn.Module's own registration
+    return None
+
+
+class _Saved:
+    """What one object held, and how to put it back into the same object."""
+
+    def __init__(self, node: Any) -> None:
+        self.node = node
+        self.attributes = _attributes(node)
+        self.contents = _contents(node)
+
+    def restore(self) -> None:
+        node = self.node
+        if not isinstance(node, types.MethodType):
+            for name in [name for name in _attributes(node) if name not in self.attributes]:
+                object.__delattr__(node, name)
+            now = _attributes(node)
+            for name, value in self.attributes.items():
+                if name not in now or now[name] is not value:
+                    object.__setattr__(node, name, value)
+        _put_contents(node, self.contents)
+
+
+def _contents(node: Any) -> Any:
+    """What an object holds besides attributes, as a shallow copy."""
+    if isinstance(node, torch.Tensor):
+        return node.data, node.requires_grad
+    if isinstance(node, torch.nn.Module):
+        return [(registry := getattr(node, name), dict(registry)) for name in _REGISTRIES]
+    if isinstance(node, dict):
+        return dict(node)
+    if isinstance(node, (list, collections.deque)):
+        return list(node)
+    if isinstance(node, set):
+        return set(node)
+    if isinstance(node, functools.partial):
+        return node.func, node.args, node.keywords
+    if isinstance(node, types.FunctionType):
+        cells = [(cell, cell.cell_contents) for _, cell in _cells(node) if _is_set(cell)]
+        return node.__defaults__, node.__kwdefaults__, cells
+    return None
+
+
+def _put_contents(node: Any, contents: Any) -> None:
+    if isinstance(node, torch.Tensor):
+        data, requires_grad = contents
+        if not _same_view(node, data):
+            node.data = data
+        if node.requires_grad != requires_grad:
+            node.requires_grad_(requires_grad)
+    elif isinstance(node, torch.nn.Module):
+        for name, (registry, items) in zip(_REGISTRIES, contents, strict=True):
+            _refill(registry, items)
+            if getattr(node, name) is not registry:
+                object.__setattr__(node, name, registry)
+    elif isinstance(node, dict):
+        _refill(node, contents)
+    elif isinstance(node, (list, collections.deque)):
+        if len(node) != len(contents) or any(a is not b for a, b in zip(node, contents, strict=True)):
+            node.clear()
+            node.extend(contents)
+    elif isinstance(node, set):
+        if {id(item) for item in node} != {id(item) for item in contents}:
+            node.clear()
+            node.update(contents)
+    elif isinstance(node, functools.partial):
+        if any(a is not b for a, b in zip((node.func, node.args, node.keywords), contents, strict=True)):
+            node.__setstate__((*contents, vars(node)))  # type: ignore[attr-defined]
+    elif isinstance(node, types.FunctionType):
+        node.__defaults__, node.__kwdefaults__, cells = contents
+        for cell, value in cells:
+            cell.cell_contents = value
+
+
+def _refill(registry: dict[Any, Any], items: dict[Any, Any]) -> None:
+    """Makes `registry` hold `items`, in their order, without touching it if it does already."""
+    same = len(registry) == len(items) and all(
+        key is kept and value is items[kept] for (key, value), kept in zip(registry.items(), items, strict=True)
+    )
+    if not same:
+        dict.clear(registry)
+        dict.update(registry, items)
+
+
+def _same_view(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Whether two tensors look at the same bytes in the same way."""
+    return (
+        left.dtype == right.dtype
+        and left.device == right.device
+        and left.shape == right.shape
+        and left.layout == right.layout
+        and (left.layout != torch.strided or left.stride() == right.stride())
+        and (left.layout != torch.strided or left.storage_offset() == right.storage_offset())
+        and (left.layout != torch.strided or left.untyped_storage()._cdata == right.untyped_storage()._cdata)
+    )
