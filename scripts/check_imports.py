@@ -15,7 +15,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 
 # Loaded inside the functions that need them, since most processes need none of them.
-LAZY = "httpx starlette uvicorn typer rich prometheus_client transformers triton vllm deep_gemm".split()
+LAZY = {"httpx", "starlette", "uvicorn", "typer", "rich", "prometheus_client"}
+LAZY |= {"transformers", "triton", "vllm", "deep_gemm"}
 
 PROBE = """
 import json, sys, time
@@ -56,7 +57,8 @@ def main() -> int:
             problems.append(f"import {package} fails:\n{probe.stderr}")
             continue
         seconds, loaded, cuda = json.loads(probe.stdout)
-        problems += [f"import {package} loads {name}; import it where it is used" for name in LAZY if name in loaded]
+        heavy = sorted(LAZY.intersection(loaded))
+        problems += [f"import {package} loads {name}; import it where it is used" for name in heavy]
         if cuda:
             problems.append(f"import {package} initialises CUDA")
         print(f"import {package}: {seconds:.3f} s more than import torch")
