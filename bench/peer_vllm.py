@@ -48,8 +48,8 @@ class VllmReload:
         model.load_weights(weights)
         process_weights_after_loading(model, MODEL_CONFIG, torch.device("cpu"))
 
-    def start(self, model: nn.Module, partial: bool) -> None:
-        initialize_layerwise_reload(model)  # cannot be told about a part
+    def start(self, model: nn.Module, declared: Weights, partial: bool) -> None:
+        initialize_layerwise_reload(model)  # it cannot be told what is coming
 
     def load(self, model: nn.Module, weights: Weights) -> None:
         model.load_weights(weights)

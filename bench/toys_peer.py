@@ -46,8 +46,8 @@ class Engine(Protocol):
     def cold_load(self, model: nn.Module, weights: Weights) -> None:
         """The first load: load_weights, then the post-load hooks in the loader's order."""
 
-    def start(self, model: nn.Module, partial: bool) -> None:
-        """Begins a reload of the whole model, or of a part if this side can be told so."""
+    def start(self, model: nn.Module, declared: Weights, partial: bool) -> None:
+        """Begins a reload; `declared` are the names, shapes and dtypes that the trainer means to send."""
 
     def load(self, model: nn.Module, weights: Weights) -> None:
         """Hands over some of the new weights."""
@@ -193,7 +193,7 @@ def run_row(row: Row, engine: Engine) -> Outcome:
     }
     for push in row.pushes:
         try:
-            _push(push, model, engine, outcome, row.partial)
+            _push(row, push, model, engine, outcome)
         except TrainerDied:
             engine.abort(model)
         except Exception as error:
@@ -213,8 +213,9 @@ class TrainerDied(Exception):
     """Raised between two calls of a push, where the trainer of that row dies."""
 
 
-def _push(push: Push, model: nn.Module, engine: Engine, outcome: Outcome, partial: bool) -> None:
-    engine.start(model, partial)
+def _push(row: Row, push: Push, model: nn.Module, engine: Engine, outcome: Outcome) -> None:
+    declared = row.cold if push.dies else [weight for chunk in push.chunks for weight in chunk]
+    engine.start(model, declared, row.partial)
     buffer = torch.empty(0)
     for chunk in push.chunks:
         weights = [(name, tensor.clone()) for name, tensor in chunk]
