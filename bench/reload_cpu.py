@@ -134,8 +134,8 @@ def main() -> int:
         line = measure(CASES[case], options.repeats, options.python)
         print(
             f"{case}: {line['tensors']} tensors, {line['bytes'] / 2**20:.1f} MiB\n"
-            f"  ours    {line['ours_seconds'] * 1e3:8.2f} ms  {line['ours_us_per_tensor']:.2f} us a tensor over memcpy, "
-            f"{line['extra_bytes'] / 2**20:.2f} MiB extra, planned once in {line['plan_seconds']:.2f} s\n"
+            f"  ours    {line['ours_seconds'] * 1e3:8.2f} ms  {line['ours_us_per_tensor']:.2f} us/tensor over memcpy, "
+            f"{line['extra_bytes'] / 2**20:.2f} MiB extra, plan {line['plan_seconds']:.2f} s\n"
             f"  vLLM    {line['peer_seconds'] * 1e3:8.2f} ms  {line['peer_seconds'] / line['ours_seconds']:.1f}x ours, "
             f"{line['peer_extra_bytes'] / 2**20:.2f} MiB extra\n"
             f"  memcpy  {line['floor_seconds'] * 1e3:8.2f} ms"
