@@ -1,0 +1,203 @@
+"""Checkpoint layouts: what a model looked like before its post-load hooks, and who has to go back there to be loaded.
+
+A loader writes into the layout that construction gave a module. A post-load hook may then change it: transpose, pad,
+repack, free. So a module is loaded in one of two ways:
+
+    direct      loaders write into the live tensors. Only where the live layout is the loaders' layout: the module says
+                so with `supports_direct_reload = True`, or no hook could have changed it.
+    layerwise   loaders write into a staged copy in checkpoint layout, the hook runs there, and the result is copied
+                into the live tensors.
+
+`record_layouts` is called once, after construction and before the first load's hooks run:
+
+    model = Model(config)
+    record_layouts(model)
+    model.load_weights(weights); ...hooks...
+    module_modes(model, "direct")["layers.0.experts"].reason
+    with checkpoint_layout(model, "direct"):         # a dry run of the loaders happens in here
+        ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from weightsync import reachable
+from weightsync.errors import LayoutError, shown
+from weightsync.reload.post_load import declares_direct, hooks_in_order
+from weightsync.reload.records import TensorLayout, layouts_of
+from weightsync.reload.scopes import Registry, Scope, Swap, is_helper, scope_of
+from weightsync.reload.state import state_of, unwrapped
+
+Mode = Literal["direct", "layerwise"]
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleRecord:
+    """One module before its post-load hooks.
+
+    Attributes:
+        scopes: Its parameters, its buffers, its attributes, and the attributes of helper objects that it holds.
+    """
+
+    scopes: tuple[Scope, ...]
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        """Recorded parameters by name."""
+        return self.scopes[0].values
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleMode:
+    """How one module is loaded.
+
+    Attributes:
+        mode: "direct" or "layerwise".
+        reason: Why, for people.
+        from_record: Whether loaders see the recorded layout; else they see the live one.
+    """
+
+    mode: Mode
+    reason: str
+    from_record: bool
+
+
+def modules_of(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """Every module that `walk` finds, registered or not, by path; parents first, the root is ""."""
+    return {
+        found.path: found.value
+        for found in reachable._visit(unwrapped(model))
+        if isinstance(found.value, torch.nn.Module)
+    }
+
+
+def record_layouts(model: torch.nn.Module) -> None:
+    """Remembers each module's tensors and Python attributes as construction left them.
+
+    Call it after construction and before any post-load hook has run, once. It keeps no tensor alive: shapes, strides,
+    dtypes and loader attributes, the bytes of small tensors, and the fill value of large ones.
+
+    Args:
+        model: The model; an earlier record of it is replaced.
+
+    Raises:
+        LayoutError: A session is open.
+    """
+    model = unwrapped(model)
+    state = state_of(model)
+    with state.lock:
+        if state.session is not None:
+            raise LayoutError("a reload session is open on this model; record layouts before the first one")
+        layouts = layouts_of(slot.tensor for slot in reachable.walk(model))
+        records: dict[torch.nn.Module, list[Scope]] = {}
+        modules = modules_of(model)
+        for found in reachable._visit(model):
+            owner = modules[found.module]
+            if found.value is owner:
+                registries: tuple[Registry, ...] = ("parameters", "buffers", "attributes")
+                records[owner] = [scope_of(owner, registry, found.path, layouts) for registry in registries]
+            elif is_helper(found.value):
+                records[owner].append(scope_of(found.value, "attributes", found.path, layouts))
+        state.records = {module: ModuleRecord(tuple(scopes)) for module, scopes in records.items()}
+
+
+def module_modes(model: torch.nn.Module, mode: Mode) -> dict[str, ModuleMode]:
+    """How each module that has parameters is loaded in a session of the given mode.
+
+    Args:
+        model: The model.
+        mode: Of the session. "direct" falls back to layerwise for each module that may not be direct.
+
+    Raises:
+        LayoutError: Modules need their checkpoint layout and have no record of it. All are named.
+    """
+    if mode not in ("direct", "layerwise"):
+        raise LayoutError(f'mode must be "direct" or "layerwise", got {mode!r}')
+    model = unwrapped(model)
+    records = state_of(model).records
+    modules = modules_of(model)
+    hooks = hooks_in_order(modules.items())
+    hooked = {id(hook.module): hook for hook in hooks}
+    modes: dict[str, ModuleMode] = {}
+    unrecorded: list[str] = []
+    for path, module in modules.items():
+        record = records.get(module)
+        if not _has_loadable(module, record):
+            continue
+        hook = hooked.get(id(module))
+        if declares_direct(module):
+            modes[path] = ModuleMode(mode, "it declares supports_direct_reload", from_record=False)
+        elif hook is not None:
+            modes[path] = ModuleMode("layerwise", f"{hook.name} may change its layout", from_record=True)
+        elif record is not None and hooks and (changed := _changed_parameters(module, record)):
+            reason = f"since construction something changed {shown(changed)}"
+            modes[path] = ModuleMode("layerwise", reason, from_record=True)
+        else:
+            modes[path] = ModuleMode(mode, "no hook can change its layout", from_record=False)
+        if modes[path].from_record and record is None:
+            unrecorded.append(path or type(module).__name__)
+    if unrecorded:
+        raise LayoutError(
+            f"{len(unrecorded)} modules have a post-load hook, and their layout before it is not known: "
+            f"{shown(unrecorded)}; call weightsync.record_layouts(model) after construction and before the first "
+            "load's hooks, or declare supports_direct_reload = True where the hook leaves the loaders' layout alone",
+            names=unrecorded,
+        )
+    return modes
+
+
+@contextmanager
+def checkpoint_layout(model: torch.nn.Module, mode: Mode) -> Iterator[None]:
+    """Inside, loaders find every module in the layout that they write to; afterwards nothing has changed.
+
+    Recorded tensors that are no longer live as they were are placeholders on the meta device, with class, attributes
+    and sharing as recorded; small buffers and plain tensors have their recorded bytes. All other tensors are the live
+    ones, so nothing may be written inside.
+    """
+    model = unwrapped(model)
+    records = state_of(model).records
+    modules = modules_of(model)
+    modes = module_modes(model, mode)
+    swap = Swap(
+        [scope for path, m in modes.items() if m.from_record for scope in records[modules[path]].scopes],
+        placeholder=True,
+    )
+    swap.install()
+    try:
+        yield
+    finally:
+        swap.uninstall()
+
+
+def loadable_parameters(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """A module's own parameters that a checkpoint fills: those of which at least one element is loaded."""
+    return {
+        name: parameter
+        for name, parameter in module._parameters.items()
+        if parameter is not None and getattr(parameter, "weight_loader_numel", None) != 0
+    }
+
+
+def _has_loadable(module: torch.nn.Module, record: ModuleRecord | None) -> bool:
+    recorded = record.parameters.values() if record else ()
+    return bool(loadable_parameters(module)) or any(
+        isinstance(value, TensorLayout) and value.attributes.get("weight_loader_numel") != 0 for value in recorded
+    )
+
+
+def _changed_parameters(module: torch.nn.Module, record: ModuleRecord) -> list[str]:
+    """Names of parameters that are no longer as recorded."""
+    live = module._parameters
+    names = {name for name, value in record.parameters.items() if isinstance(value, TensorLayout)}
+    names |= {name for name, value in live.items() if value is not None}
+    return sorted(name for name in names if not _is_as_recorded(record.parameters.get(name), live.get(name)))
+
+
+def _is_as_recorded(recorded: Any, live: torch.Tensor | None) -> bool:
+    return isinstance(recorded, TensorLayout) and live is not None and recorded.fits(live)

@@ -1,0 +1,189 @@
+"""Post-load hooks: who has one, in which order a loader runs them, and how each runs once per reload.
+
+An engine's loader fills the parameters and then lets modules turn them into what their kernels want
+(`process_weights_after_loading`). A reload has to repeat exactly that: each hook once, after all of its inputs, in the
+loader's order
+
+    1. module      quant_method.process_weights_after_loading(module), or the module's own hook, parents first
+    2. attention   the module's own hook, which takes the activation dtype
+    3. model       the hook of a module that has load_weights, or of the root; the innermost model first
+
+A hook that calls another module's hook is fine: during a session every hook is shadowed on its instance by a guard
+that runs it at most once, and not at all before `finish`.
+
+    with HookGuards(hooks) as guards:
+        model.load_weights(weights)      # a hook called in here does nothing
+        guards.run(hook, dtype)
+"""
+
+from __future__ import annotations
+
+import dis
+import inspect
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+import torch
+
+HOOK = "process_weights_after_loading"
+_NO_OP_INSTRUCTIONS = {"RESUME", "LOAD_CONST", "RETURN_CONST", "RETURN_VALUE", "NOP"}
+
+
+class Stage(IntEnum):
+    """When a loader runs a hook."""
+
+    MODULE = 0
+    ATTENTION = 1
+    MODEL = 2
+
+
+@dataclass(frozen=True, eq=False)
+class Hook:
+    """One post-load hook.
+
+    Attributes:
+        path: Path of the module.
+        module: The module.
+        owner: The object whose method it is: the module, or its `quant_method`.
+        stage: When it runs.
+        takes_dtype: Whether it wants the activation dtype.
+        callable_by_us: False if it needs arguments that only the model's own code has.
+    """
+
+    path: str
+    module: torch.nn.Module
+    owner: Any
+    stage: Stage
+    takes_dtype: bool
+    callable_by_us: bool = True
+
+    @property
+    def name(self) -> str:
+        """Path and method, for messages."""
+        where = self.path or type(self.module).__name__
+        return f"{where}.{HOOK}" if self.owner is self.module else f"{where}.quant_method.{HOOK}"
+
+
+def own_hooks(path: str, module: torch.nn.Module, *, is_root: bool = False) -> list[Hook]:
+    """The hooks that belong to one module and do something."""
+    found = []
+    method = getattr(module, "quant_method", None)
+    if method is not None and not isinstance(method, torch.nn.Module) and _does_something(method):
+        found.append(Hook(path, module, method, Stage.MODULE, takes_dtype=False))
+    if _does_something(module):
+        required = _num_required(getattr(module, HOOK))
+        is_model = is_root or callable(getattr(module, "load_weights", None))
+        attention = not is_model and (required == 1 or type(module).__name__.endswith("Attention"))
+        stage = Stage.MODEL if is_model else Stage.ATTENTION if attention else Stage.MODULE
+        found.append(Hook(path, module, module, stage, _takes_dtype(getattr(module, HOOK)), required <= 1))
+    return found
+
+
+def hooks_in_order(modules: Iterable[tuple[str, torch.nn.Module]]) -> list[Hook]:
+    """All hooks in the order in which a loader runs them.
+
+    Args:
+        modules: `(path, module)`, parents before children; the first is the root.
+    """
+    hooks = [hook for path, module in modules for hook in own_hooks(path, module, is_root=path == "")]
+    inner_first = {id(hook): -hook.path.count(".") - bool(hook.path) for hook in hooks if hook.stage is Stage.MODEL}
+    return sorted(hooks, key=lambda hook: (hook.stage, inner_first.get(id(hook), 0)))
+
+
+def declares_direct(module: torch.nn.Module) -> bool:
+    """Whether a module, or its quantisation method, says that its live layout is its loaders' layout."""
+    return bool(
+        getattr(module, "supports_direct_reload", False)
+        or getattr(getattr(module, "quant_method", None), "supports_direct_reload", False)
+    )
+
+
+class HookGuards:
+    """Shadows every hook on its instance until closed: called early it does nothing, later it runs at most once.
+
+    Args:
+        hooks: The hooks to shadow.
+    """
+
+    def __init__(self, hooks: Iterable[Hook]) -> None:
+        self._hooks = list(hooks)
+        self._methods: dict[int, Callable[..., Any]] = {}
+        self._allowed: set[int] = set()
+        self._done: set[int] = set()
+
+    def __enter__(self) -> HookGuards:
+        for hook in self._hooks:
+            if id(hook.owner) not in self._methods:
+                self._methods[id(hook.owner)] = getattr(hook.owner, HOOK)
+                object.__setattr__(hook.owner, HOOK, self._guard(hook))
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for hook in self._hooks:
+            method = self._methods.pop(id(hook.owner), None)
+            if method is not None:
+                object.__delattr__(hook.owner, HOOK)
+                if getattr(hook.owner, HOOK) != method:
+                    object.__setattr__(hook.owner, HOOK, method)  # it was an instance attribute before
+
+    def run(self, hook: Hook, dtype: torch.dtype) -> None:
+        """Runs a hook unless it ran already; hooks that it calls run too, each once."""
+        if hook.callable_by_us:
+            getattr(hook.owner, HOOK)(*_arguments(hook, dtype))
+
+    def allow(self, hooks: Iterable[Hook]) -> None:
+        """Lets these hooks run from now on."""
+        self._allowed.update(_key(hook.owner, hook.module) for hook in hooks)
+
+    def has_run(self, hook: Hook) -> bool:
+        """Whether the hook ran under this guard."""
+        return _key(hook.owner, hook.module) in self._done
+
+    def _guard(self, hook: Hook) -> Callable[..., Any]:
+        method = self._methods[id(hook.owner)]
+        on_module = hook.owner is hook.module
+
+        def guarded(*args: Any, **kwargs: Any) -> Any:
+            layer = hook.module if on_module else (args[0] if args else kwargs.get("layer", hook.module))
+            key = _key(hook.owner, layer)
+            if key not in self._allowed or key in self._done:
+                return None
+            self._done.add(key)
+            return method(*args, **kwargs)
+
+        return guarded
+
+
+def _key(owner: Any, module: Any) -> int:
+    return hash((id(owner), id(module)))
+
+
+def _arguments(hook: Hook, dtype: torch.dtype) -> tuple[Any, ...]:
+    if hook.owner is not hook.module:
+        return (hook.module,)
+    return (dtype,) if hook.takes_dtype else ()
+
+
+def _does_something(owner: Any) -> bool:
+    method = getattr(owner, HOOK, None)
+    if not callable(method):
+        return False
+    function = inspect.unwrap(getattr(method, "__func__", method))
+    code = getattr(function, "__code__", None)
+    return code is None or any(step.opname not in _NO_OP_INSTRUCTIONS for step in dis.get_instructions(code))
+
+
+def _parameters(method: Callable[..., Any]) -> list[inspect.Parameter]:
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [p for p in inspect.signature(method).parameters.values() if p.kind in positional]
+
+
+def _num_required(method: Callable[..., Any]) -> int:
+    return sum(parameter.default is inspect.Parameter.empty for parameter in _parameters(method))
+
+
+def _takes_dtype(method: Callable[..., Any]) -> bool:
+    parameters = _parameters(method)
+    return _num_required(method) == 1 or any(p.name in ("act_dtype", "dtype") for p in parameters[:1])

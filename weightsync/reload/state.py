@@ -1,0 +1,85 @@
+"""What the package remembers about one model: its lifecycle, its version, its layout records, its plans.
+
+    live -> loading -> live | torn          torn -> loading -> live | torn
+
+The state hangs on the model itself, so that it lives and dies with it; it is not part of `state_dict`, and a copy of a
+model starts without one.
+
+    state_of(model).status     # "live", "loading" or "torn"
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+if TYPE_CHECKING:
+    from weightsync.manifest import Manifest
+    from weightsync.reload.direct import Replay
+    from weightsync.reload.layouts import ModuleRecord
+    from weightsync.reload.session import ReloadSession
+
+Status = Literal["live", "loading", "torn"]
+_ATTRIBUTE = "_weightsync_state"
+
+
+@dataclass(eq=False)
+class ModelState:
+    """Everything remembered about one model.
+
+    Attributes:
+        lock: Held for every change of `status`.
+        status: Where the model is in its lifecycle.
+        session: The open session, if any.
+        version: Version of the live bytes; None if they have none.
+        newest_version: Newest version ever published; the next one must be greater.
+        records: Layout of each module before its first post-load hook, from `record_layouts`.
+        last_manifest: Manifest of the last finished session, so that the next one need not be told.
+        replay: Bound copies of the last plan, reused while plan and addresses stay the same.
+        hook_written: Paths of unloaded tensors that post-load hooks were seen to write.
+        gate: Handles of the forward pre-hook that refuses to serve.
+    """
+
+    lock: threading.RLock = field(default_factory=threading.RLock)
+    status: Status = "live"
+    session: ReloadSession | None = None
+    version: int | None = None
+    newest_version: int | None = None
+    records: dict[torch.nn.Module, ModuleRecord] = field(default_factory=dict)
+    last_manifest: Manifest | None = None
+    replay: Replay | None = None
+    hook_written: set[str] = field(default_factory=set)
+    gate: list[Any] = field(default_factory=list)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModelState:
+        return ModelState()
+
+    def __reduce__(self) -> tuple[Any, tuple[()]]:
+        return _fresh_state, ()
+
+
+def _fresh_state() -> ModelState:
+    return ModelState()
+
+
+# `reachable.walk` doesn't follow objects whose type is the standard library's. What this package remembers is not the
+# model's: neither an audit nor a captured Python state may see it.
+ModelState.__module__ = "builtins"
+
+
+def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
+    """The model inside a `torch.compile` wrapper, else the model itself."""
+    inner = model.__dict__.get("_modules", {}).get("_orig_mod")
+    return unwrapped(inner) if isinstance(inner, torch.nn.Module) else model
+
+
+def state_of(model: torch.nn.Module) -> ModelState:
+    """The state of a model, made on first use; one for a model and its `torch.compile` wrapper."""
+    attributes = unwrapped(model).__dict__
+    state = attributes.get(_ATTRIBUTE)
+    if not isinstance(state, ModelState):
+        state = attributes.setdefault(_ATTRIBUTE, ModelState())
+    return state
