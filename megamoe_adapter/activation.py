@@ -1,7 +1,8 @@
 """The gated activation between the two expert GEMMs, as one value.
 
-Why: a MegaMoE launch fuses exactly one activation with scalar parameters. A checkpoint may ask for something the kernel cannot
-do (a clamp per expert, an unknown function), and that has to be refused when the layer is built, not when it is first run.
+Why: a MegaMoE launch fuses exactly one activation with scalar parameters. A checkpoint may ask for something the
+kernel cannot do (a clamp per expert, an unknown function), and that has to be refused when the layer is built, not
+when it is first run.
 
     swiglu   g = min(gate, c)   u = clamp(up, -c, c)      g * sigmoid(alpha * g) * (u + beta)
     situ     alpha * tanh(gate / alpha) * sigmoid(gate) * (beta * tanh(up / beta)   or, with beta = 0, up)
@@ -35,8 +36,8 @@ class MegaMoEActivation:
         beta: SwiGLU: added to up. SiTU: tanh scale of up; 0 leaves up linear.
 
     Raises:
-        ValueError: The name is unknown, a parameter is not finite, the clamp is negative, or SiTU got a clamp, alpha <= 0 or
-            beta < 0.
+        ValueError: The name is unknown, a parameter is not finite, the clamp is negative, or SiTU got a clamp, alpha
+            <= 0 or beta < 0.
     """
 
     name: str = "swiglu"
@@ -74,7 +75,8 @@ class MegaMoEActivation:
         if isinstance(swiglu_limit, torch.Tensor):
             if swiglu_limit.numel() != 1:
                 raise ValueError(
-                    f"a swiglu_limit per expert (shape {tuple(swiglu_limit.shape)}) is not supported: the kernel takes one "
+                    f"a swiglu_limit per expert (shape {tuple(swiglu_limit.shape)}) is not supported: the kernel "
+                    "takes one "
                     "scalar clamp for all experts of a launch"
                 )
             swiglu_limit = float(swiglu_limit)
@@ -99,7 +101,7 @@ class MegaMoEActivation:
         return gate * torch.sigmoid(self.alpha * gate) * (up + self.beta)
 
     def kernel_kwargs(self) -> dict[str, Any]:
-        """Keyword arguments of a DeepGEMM call; defaults are left out so that builds without alpha and beta keep working."""
+        """Keyword arguments of a DeepGEMM call; defaults are left out, for builds without alpha and beta."""
         kwargs: dict[str, Any] = {"activation_clamp": self.clamp}
         if self.name != "swiglu":
             kwargs["activation"] = self.name

@@ -1,9 +1,9 @@
 """The process group over which experts are parallel, resolved once when a layer is built.
 
-Why: the kernel's symmetric memory is tied to one process group, and every rank has to pick the same one. Started by torchrun or Ray,
-`torch.distributed` is up already; under a plain `mpirun` it is not, and this module brings it up from MPI, all ranks
-taking the same branch. It never calls `new_group`: layers are built in different orders on different ranks, and a
-collective there would hang.
+Why: the kernel's symmetric memory is tied to one process group, and every rank has to pick the same one. Started by
+torchrun or Ray, `torch.distributed` is up already; under a plain `mpirun` it is not, and this module brings it up
+from MPI, all ranks taking the same branch. It never calls `new_group`: layers are built in different orders on
+different ranks, and a collective there would hang.
 
     torch.distributed up? --no--> MPI with more than one rank? --yes--> init_process_group from MPI
             | yes                               | no
@@ -43,8 +43,8 @@ def resolve_ep_group(
 
     Args:
         ep_size: Ranks that the experts are spread over.
-        mapping: Optional object whose `moe_ep_group_pg` is the group (TensorRT-LLM's Mapping); an object that lacks it, or
-            raises NotImplementedError for it, is passed over.
+        mapping: Optional object whose `moe_ep_group_pg` is the group (TensorRT-LLM's Mapping); an object that lacks
+            it, or raises NotImplementedError for it, is passed over.
         backend: Used only if `torch.distributed` has to be brought up from MPI.
         timeout: Deadline of bringing it up.
 
@@ -55,7 +55,8 @@ def resolve_ep_group(
         init_dist_from_mpi(backend=backend, timeout=timeout)
     if not dist.is_initialized():
         raise RuntimeError(
-            "MegaMoE experts need torch.distributed before they are built: start with torchrun, mpirun (with mpi4py installed: "
+            "MegaMoE experts need torch.distributed before they are built: start with torchrun, mpirun (with "
+            "mpi4py installed: "
             "pip install 'weightsync[mpi]') or Ray, or call torch.distributed.init_process_group first"
         )
     try:
@@ -68,7 +69,8 @@ def resolve_ep_group(
         return group  # type: ignore[no-any-return]
     if dist.get_world_size() != ep_size:
         raise RuntimeError(
-            f"cannot resolve the expert-parallel group: ep_size is {ep_size}, the world has {dist.get_world_size()} ranks, and "
+            f"cannot resolve the expert-parallel group: ep_size is {ep_size}, the world has {dist.get_world_size()} "
+            "ranks, and "
             "the mapping names no group; pass a mapping whose moe_ep_group_pg is that group"
         )
     world = dist.group.WORLD
@@ -77,13 +79,11 @@ def resolve_ep_group(
     return world
 
 
-def init_dist_from_mpi(
-    *, mpi: Any = None, backend: str = "nccl", timeout: timedelta = DEFAULT_TIMEOUT
-) -> bool:
+def init_dist_from_mpi(*, mpi: Any = None, backend: str = "nccl", timeout: timedelta = DEFAULT_TIMEOUT) -> bool:
     """Brings up `torch.distributed` over the ranks of MPI_COMM_WORLD; collective over them.
 
-    Variables that are already set (Slurm, Ray, torchrun) survive. When the rendezvous port is taken by somebody else between being
-    drawn and being bound, all ranks draw a new one together and try once more.
+    Variables that are already set (Slurm, Ray, torchrun) survive. When the rendezvous port is taken by somebody else
+    between being drawn and being bound, all ranks draw a new one together and try once more.
 
     Args:
         mpi: The module `mpi4py.MPI`; imported when None.

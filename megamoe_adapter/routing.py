@@ -1,8 +1,8 @@
 """Router scores to the ids and weights that a MegaMoE launch takes.
 
-Why here and not in the kernel: DeepGEMM's own gate knows one scoring function. A launch wants top-k weights that are *final*
-(renormalised and scaled), since the weight enters before the second GEMM's input is quantised, and wants the routed
-scaling factor folded into them, so that a fused or added shared expert is not scaled with the routed ones.
+Why here and not in the kernel: DeepGEMM's own gate knows one scoring function. A launch wants top-k weights that are
+*final* (renormalised and scaled), since the weight enters before the second GEMM's input is quantised, and wants the
+routed scaling factor folded into them, so that a fused or added shared expert is not scaled with the routed ones.
 
     p = sigmoid(z) | softmax(z) | sqrt(softplus(z))           float32, whatever the logits' dtype
     choose by p + bias: inside the best groups where there are groups; weights = p of the chosen, never p + bias
@@ -23,7 +23,8 @@ from dataclasses import dataclass
 import torch
 
 SCORING = ("sigmoid", "softmax", "sqrtsoftplus")
-# Keeps 0/0 out of the renormalisation when every chosen score underflowed; far below float32 resolution of any real sum.
+# Keeps 0/0 out of the renormalisation when every chosen score underflowed; far below float32 resolution of any real
+# sum.
 MIN_WEIGHT_SUM = 1e-20
 
 
@@ -56,7 +57,9 @@ class Routing:
         if self.top_k < 1:
             raise ValueError(f"top_k must be at least 1, got {self.top_k}")
         if not 1 <= self.topk_groups <= self.num_groups:
-            raise ValueError(f"topk_groups must be in 1..num_groups, got {self.topk_groups} of {self.num_groups} groups")
+            raise ValueError(
+                f"topk_groups must be in 1..num_groups, got {self.topk_groups} of {self.num_groups} groups"
+            )
         if self.num_groups > 1 and self.scoring == "sqrtsoftplus":
             raise ValueError("grouped routing is defined for sigmoid and softmax scores, not for sqrtsoftplus")
 
@@ -68,7 +71,8 @@ class Routing:
         Args:
             logits: (num_tokens, num_experts), any float dtype; computed in float32.
             bias: (num_experts,) correction added for the choice alone (`e_score_correction_bias`).
-            topk_ids: (num_tokens, top_k) ids chosen elsewhere (DeepSeek-V4's hash layers); their weights are still the scores.
+            topk_ids: (num_tokens, top_k) ids chosen elsewhere (DeepSeek-V4's hash layers); their weights are still
+                the scores.
 
         Returns:
             ids int64 and weights float32, both (num_tokens, top_k).
@@ -138,9 +142,7 @@ def mask_padding(
     return topk_ids.masked_fill(mask, -1), topk_weights.masked_fill(mask, 0.0)
 
 
-def to_physical(
-    topk_ids: torch.Tensor, logical_to_physical: torch.Tensor, num_replicas: torch.Tensor
-) -> torch.Tensor:
+def to_physical(topk_ids: torch.Tensor, logical_to_physical: torch.Tensor, num_replicas: torch.Tensor) -> torch.Tensor:
     """Maps logical expert ids to physical ones, spreading tokens over the replicas of an expert by their position.
 
     Args:

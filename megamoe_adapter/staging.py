@@ -1,13 +1,13 @@
 """Activations as the kernels read them: quantised tokens, their scales, and where a shared expert looks for those.
 
 Why: the fused kernels dispatch tokens that are quantised already; builds differ in whether they ship an op for that
-(sgl-deep-gemm 0.1.4 has none), so it is done here in plain torch, without a host sync: it runs on CPU for the reference and inside a
-captured CUDA graph for the kernel, with the same bits.
+(sgl-deep-gemm 0.1.4 has none), so it is done here in plain torch, without a host sync: it runs on CPU for the
+reference and inside a captured CUDA graph for the kernel, with the same bits.
 
-    format        groups of columns   scale                                   stored as
-    MXFP8         32                  2^(e-127), e rounded up                 uint8, 4 to an int32: (T, H/128)
-    FP8 (SM90)    128                 float32 amax/448, not a power of two    float32 (T, H/128)
-    NVFP4         16, and the token   E4M3 per group x float32 per token      E4M3, 4 to an int32: (T, H/64); float32 (T,)
+    format        groups of columns   scale                            stored as
+    MXFP8         32                  2^(e-127), e rounded up          uint8, 4 to an int32: (T, H/128)
+    FP8 (SM90)    128                 amax/448, no power of two        float32 (T, H/128)
+    NVFP4         16, and the token   E4M3 per group, f32 per token    E4M3, 4 to an int32: (T, H/64); float32 (T,)
 
 Use:
 
@@ -19,7 +19,11 @@ Source: DeepGEMM's per_token_cast_to_fp8 and ceil_to_ue8m0; vLLM's MegaMoE input
 
 from __future__ import annotations
 
+import itertools
+
 import torch
+
+from megamoe_adapter.requantize import ue8m0_to_float32
 
 E4M3_MAX = 448.0
 E2M1_MAX = 6.0
@@ -50,11 +54,8 @@ def quantize_tokens_mxfp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def dequantize_mxfp8(q: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
-    """float32 values of E4M3 with a uint8 UE8M0 exponent per 32 columns; (N, K) and (N, K/32) -> (N, K).
-
-    A byte 0 is 0.0 by bit pattern, not 2^-127, as the kernels read it.
-    """
-    return q.float() * expand_columns(ue8m0_to_float(exponents), MXFP8_GROUP)
+    """float32 values of E4M3 with a uint8 UE8M0 exponent per 32 columns; (N, K) and (N, K/32) -> (N, K)."""
+    return q.float() * expand_columns(ue8m0_to_float32(exponents), MXFP8_GROUP)
 
 
 def quantize_tokens_fp8(x: torch.Tensor, group: int = 128) -> tuple[torch.Tensor, torch.Tensor]:
@@ -102,6 +103,11 @@ def dequantize_nvfp4(packed: torch.Tensor, scale: torch.Tensor, group: int = NVF
     return decode_e2m1(packed) * expand_columns(scale.float(), group)
 
 
+def dequantize_mxfp4(packed: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
+    """float32 values of packed E2M1 with a UE8M0 byte per 32 columns; (N, K/2) and (N, K/32) -> (N, K)."""
+    return decode_e2m1(packed) * expand_columns(ue8m0_to_float32(exponents), MXFP8_GROUP)
+
+
 def encode_e2m1(x: torch.Tensor) -> torch.Tensor:
     """Rounds to the nearest E2M1 value, ties to the even code, saturating at 6; two to a byte, low nibble first.
 
@@ -113,7 +119,7 @@ def encode_e2m1(x: torch.Tensor) -> torch.Tensor:
     """
     magnitude = x.abs()
     code = torch.zeros_like(x, dtype=torch.uint8)
-    for index, (low, high) in enumerate(zip(E2M1_VALUES, E2M1_VALUES[1:], strict=False)):
+    for index, (low, high) in enumerate(itertools.pairwise(E2M1_VALUES)):
         middle = (low + high) / 2
         # Between codes `index` and `index + 1`: a tie goes up when `index` is odd, so that the even code wins.
         code += magnitude >= middle if index % 2 else magnitude > middle
@@ -130,11 +136,6 @@ def decode_e2m1(packed: torch.Tensor) -> torch.Tensor:
     return values[codes.int()]
 
 
-def ue8m0_to_float(exponents: torch.Tensor) -> torch.Tensor:
-    """float32 of UE8M0 bytes by bit pattern: byte b is 2^(b - 127), and 0 is 0.0."""
-    return (exponents.to(torch.int32) << 23).view(torch.float32)
-
-
 def expand_columns(scale: torch.Tensor, group: int) -> torch.Tensor:
     """(..., K/group) -> (..., K): each scale over its columns."""
     return scale.repeat_interleave(group, dim=-1)
@@ -145,7 +146,7 @@ def shared_scale_rows(num_tokens: int, block_m: int, device: torch.device | str)
 
     Each tile of `block_m` tokens owns a page of 128-row blocks, rows permuted as the tensor core copy wants them:
 
-        token t: tile b = t // B, m = t % B  ->  row b * align(B, 128) + 128 * (m // 128) + 4 * (m % 32) + (m % 128) // 32
+        tile b = t // B, m = t % B  ->  row b * align(B, 128) + 128 * (m // 128) + 4 * (m % 32) + (m % 128) // 32
 
     Args:
         num_tokens: Tokens of this launch on this rank.

@@ -1,0 +1,315 @@
+"""One pair of expert weights in kernel layout: which parameters it owns, and how a checkpoint shard gets into them.
+
+Why: routed experts and a fused shared expert are stored alike (a shared expert is a bank with one slot and 2-D
+tensors), so what a loader, the requantisation and the reference forward need to know about a shard stands here once.
+
+    bank      prefixes                 slots    tensors
+    routed    w13_, w2_                E        (E, rows, K)
+    shared    shared_l1_, shared_l2_   1        (rows, K)
+
+A bank holds no tensors. It is given the module that owns them each time, because a reload may put other tensors in
+their place (staging, or the meta device for a dry run). Every load is a chain of views and one `copy_`, so that a dry
+run sees which bytes a checkpoint tensor lands on; sources that have to be computed first (expanded scales, BF16
+quantised on arrival) end in the same `copy_`. No loader reads a value.
+
+Use:
+
+    bank = Bank.routed(fmt, source, num_slots, hidden, intermediate)
+    bank.register(module, device)
+    bank.load(module, module.w13_weight, "weight", "w1", slot, tensor)
+    bank.dequantize(module, slot, "w1")            # float32 (I, H), checkpoint order
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from megamoe_adapter import layout
+from megamoe_adapter.formats import FORMATS, SOURCES, Conversion, Format, ScaleStorage, Source, conversion
+from megamoe_adapter.names import SHARDS
+from megamoe_adapter.requantize import (
+    StagedShards,
+    expand_scale_bytes,
+    quantize_block_fp8,
+    quantize_mxfp8,
+    ue8m0_to_float32,
+)
+from megamoe_adapter.staging import dequantize_mxfp4, dequantize_mxfp8, dequantize_nvfp4
+
+ROUTED_PREFIXES = ("w13", "w2")
+SHARED_PREFIXES = ("shared_l1", "shared_l2")
+
+
+@dataclass(frozen=True, slots=True)
+class Bank:
+    """Storage rules of one pair of weights.
+
+    Attributes:
+        format: What the kernel reads.
+        source: What the checkpoint holds.
+        num_slots: Experts in the bank.
+        hidden: H.
+        intermediate: I of one expert.
+        prefixes: Names of the pair, first GEMM first.
+        batched: Whether the tensors have a leading expert dim.
+    """
+
+    format: Format
+    source: Source
+    num_slots: int
+    hidden: int
+    intermediate: int
+    prefixes: tuple[str, str]
+    batched: bool
+
+    @classmethod
+    def routed(cls, fmt: str, source: str, num_slots: int, hidden: int, intermediate: int) -> Bank:
+        """The bank of `num_slots` routed experts."""
+        conversion(source, fmt)
+        return cls(FORMATS[fmt], SOURCES[source], num_slots, hidden, intermediate, ROUTED_PREFIXES, True)
+
+    @classmethod
+    def shared(cls, fmt: str, source: str, hidden: int, intermediate: int) -> Bank:
+        """The bank of one shared expert of `intermediate` columns."""
+        conversion(source, fmt)
+        return cls(FORMATS[fmt], SOURCES[source], 1, hidden, intermediate, SHARED_PREFIXES, False)
+
+    @property
+    def how(self) -> Conversion:
+        """What turns the source into the format."""
+        return conversion(self.source.name, self.format.name)
+
+    @property
+    def requantises(self) -> bool:
+        """Whether `finish` rewrites loaded weights."""
+        return self.how is Conversion.REQUANTISE
+
+    @property
+    def scale_is_packed(self) -> bool:
+        """Whether the kernel reads packed scales (`*_weight_scale`)."""
+        return self.format.scale is not None and self.format.scale.storage is ScaleStorage.PACKED
+
+    @property
+    def raw_scales(self) -> bool:
+        """Whether the loaded block scales are float32 (`*_weight_scale_inv`) rather than packed (`*_weight_scale`)."""
+        return self.requantises or (self.format.scale is not None and not self.scale_is_packed)
+
+    @property
+    def scale_kind(self) -> str | None:
+        """Kind of the parameter that a scale is loaded into; None where no scale is loaded on its own."""
+        if self.format.scale is None or self.how is Conversion.QUANTISE:
+            return None
+        return "weight_scale_inv" if self.raw_scales else "weight_scale"
+
+    def prefix(self, shard: str) -> str:
+        """Prefix of the parameter that holds `shard`."""
+        return self.prefixes[shard == "w2"]
+
+    def shard_shape(self, shard: str) -> tuple[int, int]:
+        """Rows and columns (in weight values) of a shard, as the checkpoint has them."""
+        return (self.hidden, self.intermediate) if shard == "w2" else (self.intermediate, self.hidden)
+
+    def register(self, module: nn.Module, device: torch.device | str | None) -> None:
+        """Adds this bank's parameters to `module`, zeroed, in kernel layout.
+
+        Derived scales, which no checkpoint tensor is written to, carry `weight_loader_numel = 0`.
+        """
+        specs = layout.kernel_tensors(self.format, self.source.name, self.num_slots, self.hidden, self.intermediate)
+        for name, spec in specs.items():
+            kind = name.removeprefix("w13_").removeprefix("w2_")
+            if kind not in ("weight", "weight_scale", "weight_scale_inv"):
+                continue  # NVFP4 globals are kept for all experts, not per slot; see global_scales.py
+            data = torch.zeros(spec.num_bytes, dtype=torch.uint8, device=device).view(spec.dtype)
+            data = data.as_strided(spec.shape, spec.stride)
+            # A fused shared expert has no expert dim; its only slot is the whole tensor.
+            parameter = nn.Parameter(data if self.batched else data[0], requires_grad=False)
+            # A scale that is computed from its own weight tensor while loading is written by that tensor's name.
+            if not spec.loaded and self.how is not Conversion.QUANTISE:
+                parameter.weight_loader_numel = 0  # type: ignore[attr-defined]
+            module.register_parameter(self._renamed(name), parameter)
+
+    def tensor(self, module: nn.Module, kind: str, shard: str) -> torch.Tensor:
+        """The live tensor of `kind` that holds `shard`, always (slots, rows, columns)."""
+        return self._batched(getattr(module, f"{self.prefix(shard)}_{kind}"))
+
+    def load(
+        self, module: nn.Module, param: torch.Tensor, kind: str, shard: str, slot: int, tensor: torch.Tensor
+    ) -> None:
+        """Writes one checkpoint tensor into its place.
+
+        Args:
+            module: Owner of the parameters; read only where the weight brings its scale along.
+            param: The parameter, or its stand-in during a dry run.
+            kind: "weight", or `scale_kind`.
+            shard: "w1", "w2" or "w3".
+            slot: Local slot.
+            tensor: The checkpoint's shard, (rows, columns) as stored; may be strided.
+
+        Raises:
+            ValueError: Shape or dtype is not what the shard needs.
+        """
+        if kind == "weight":
+            self._load_weight(module, self._batched(param), shard, slot, tensor)
+        elif kind == self.scale_kind:
+            self._load_scale(self._batched(param), shard, slot, tensor)
+        else:
+            raise ValueError(f"{self.prefix(shard)}_{kind} is derived or does not exist; {self._where(shard)}")
+
+    def staged(
+        self, module: nn.Module, shards: Sequence[tuple[int, str]], name: Callable[[int, str], str]
+    ) -> list[StagedShards]:
+        """Freshly loaded shards for `requantize_layer_`: E4M3 with float32 128x128 scales, to become MXFP8 in place.
+
+        Args:
+            module: Owner of the tensors.
+            shards: (slot, shard) of each.
+            name: What to call a shard in a message.
+        """
+        stacks = []
+        for first in (True, False):
+            part = [(slot, shard) for slot, shard in shards if (shard != "w2") == first]
+            if part:
+                shard = part[0][1]
+                stacks.append(
+                    StagedShards(
+                        self.tensor(module, "weight", shard),
+                        self.tensor(module, "weight_scale_inv", shard),
+                        self.tensor(module, "weight_scale", shard),
+                        [(slot, layout.HALF_OF_SHARD.get(shard)) for slot, shard in part],
+                        [name(slot, shard) for slot, shard in part],
+                    )
+                )
+        return stacks
+
+    def dequantize(self, module: nn.Module, slot: int, shard: str) -> torch.Tensor:
+        """Values of a finished shard, float32, (rows, columns) in checkpoint order, without NVFP4's global scale."""
+        half = layout.HALF_OF_SHARD.get(shard)
+        rows, columns = self.shard_shape(shard)
+        weight = layout.weight_view(self.tensor(module, "weight", shard), slot, half)
+        weight = weight.reshape(rows, columns // self.format.values_per_element)
+        scale = self.format.scale
+        if scale is None:
+            return weight.float()
+        if scale.storage is ScaleStorage.BLOCK:
+            blocks = layout.block_scale_rows(self.tensor(module, "weight_scale_inv", shard), slot, half)
+            return weight.float() * blocks.repeat_interleave(layout.BLOCK, 0).repeat_interleave(layout.BLOCK, 1)
+        packed = layout.read_packed_scales(self.tensor(module, "weight_scale", shard), slot, half)
+        if scale.dtype == torch.float8_e4m3fn:
+            return dequantize_nvfp4(weight, packed.view(torch.float8_e4m3fn))
+        if self.format.values_per_element == 2:
+            return dequantize_mxfp4(weight, packed)
+        return dequantize_mxfp8(weight, packed)
+
+    def dequantize_expert(self, module: nn.Module, slot: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """`dequantize` of w1, w3 and w2 of one slot."""
+        w1, w3, w2 = (self.dequantize(module, slot, shard) for shard in ("w1", "w3", "w2"))
+        return w1, w3, w2
+
+    def _load_weight(
+        self, module: nn.Module, weight: torch.Tensor, shard: str, slot: int, tensor: torch.Tensor
+    ) -> None:
+        rows, columns = self.shard_shape(shard)
+        self._check(
+            shard, "weight", tensor, (rows, columns // self.source.values_per_element), self.source.weight_dtypes
+        )
+        half = layout.HALF_OF_SHARD.get(shard)
+        destination = layout.weight_view(weight, slot, half)
+        if self.how is Conversion.QUANTISE:
+            tensor = self._quantize(module, shard, slot, tensor)
+        tensor = tensor.view(weight.dtype)
+        # Splitting the row dim is a view whatever the strides of the source are.
+        destination.copy_(tensor if half is None else tensor.unflatten(0, destination.shape[:2]))
+
+    def _quantize(self, module: nn.Module, shard: str, slot: int, tensor: torch.Tensor) -> torch.Tensor:
+        """E4M3 of a BF16 shard, whose scale is written in passing."""
+        half = layout.HALF_OF_SHARD.get(shard)
+        if self.scale_is_packed:
+            weight, scale = quantize_mxfp8(tensor)
+            layout.write_packed_scales(self.tensor(module, "weight_scale", shard), slot, half, scale)
+        else:
+            weight, scale = quantize_block_fp8(tensor)
+            layout.block_scale_rows(self.tensor(module, "weight_scale_inv", shard), slot, half).copy_(scale)
+        return weight
+
+    def _load_scale(self, scale: torch.Tensor, shard: str, slot: int, tensor: torch.Tensor) -> None:
+        rows, columns = self.shard_shape(shard)
+        half = layout.HALF_OF_SHARD.get(shard)
+        if self.raw_scales:
+            shape = (rows // layout.BLOCK, columns // layout.BLOCK)
+            self._check(shard, "scale", tensor, shape, self.source.scale_dtypes)
+            tensor = ue8m0_to_float32(tensor) if self.how is Conversion.EXPAND else tensor
+            layout.block_scale_rows(scale, slot, half).copy_(tensor)
+            return
+        if self.format.scale is None:
+            raise ValueError(f"{self.format.name} has no scales; {self._where(shard)}")
+        shape = (rows, columns // self.format.scale.group[1])
+        if self.format.scale.dtype == torch.float8_e8m0fnu and tuple(tensor.shape) != shape:
+            self._check(shard, "scale", tensor, tuple(tensor.shape), self.source.scale_dtypes)
+            tensor = expand_scale_bytes(tensor, *shape)  # coarser blocks, repeated to 1x32: the same values
+        else:
+            self._check(shard, "scale", tensor, shape, self.source.scale_dtypes)
+        layout.write_packed_scales(scale, slot, half, tensor)
+
+    def _check(
+        self,
+        shard: str,
+        what: str,
+        tensor: torch.Tensor,
+        shape: tuple[int, ...],
+        dtypes: tuple[torch.dtype, ...],
+    ) -> None:
+        if tuple(tensor.shape) != shape:
+            raise ValueError(
+                f"MegaMoE {shard} {what} shape {tuple(tensor.shape)} does not match the kernel shard {shape}; "
+                f"{self._where(shard)}"
+            )
+        if tensor.dtype not in dtypes:
+            names = " or ".join(str(dtype) for dtype in dtypes)
+            raise ValueError(
+                f"MegaMoE {shard} {what} has dtype {tensor.dtype}, expected {names}; {self._where(shard)}. "
+                "Nothing is converted in passing: send the checkpoint's own dtype"
+            )
+
+    def _where(self, shard: str) -> str:
+        return (
+            f"parameter {self.prefix(shard)}_*, source {self.source.name} into format {self.format.name}, "
+            f"hidden {self.hidden}, intermediate {self.intermediate}"
+        )
+
+    def _batched(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.data if self.batched else tensor.data.unsqueeze(0)
+
+    def _renamed(self, name: str) -> str:
+        first, second = self.prefixes
+        return (
+            f"{first}_{name.removeprefix('w13_')}"
+            if name.startswith("w13_")
+            else f"{second}_{name.removeprefix('w2_')}"
+        )
+
+
+def split_gate_up(tensor: torch.Tensor, shard_id: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """The shards inside one tensor: itself, or for "w13" its gate rows and its up rows.
+
+    Args:
+        tensor: (rows, columns) of a weight or of block scales; gate rows first.
+        shard_id: "w1", "w2", "w3" or "w13".
+
+    Yields:
+        (shard, view of `tensor`).
+
+    Raises:
+        ValueError: The shard id is unknown, or the rows of a "w13" tensor cannot be halved.
+    """
+    if shard_id in SHARDS:
+        yield shard_id, tensor
+    elif shard_id == "w13" and tensor.dim() == 2 and tensor.shape[0] % 2 == 0:
+        half = tensor.shape[0] // 2
+        yield "w1", tensor[:half]
+        yield "w3", tensor[half:]
+    else:
+        raise ValueError(f"unsupported expert shard id {shard_id!r} for a tensor of shape {tuple(tensor.shape)}")

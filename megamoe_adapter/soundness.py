@@ -1,0 +1,126 @@
+"""Refuses weights and scales that would make garbage, in formats that finish as they were loaded.
+
+Why: a NaN or infinite scale, or a NaN code in E4M3, turns a whole layer's output to NaN many steps later. All fresh
+shards are judged at finish, by reductions without a temporary of the weights' size and with one host sync per bank;
+only if something is wrong are shards looked at one by one, to be named. Shards that will be requantised are judged by
+`requantize_layer_`, in the pass that has to read them anyway.
+
+    E4M3 weight        NaN codes 0x7f and 0xff
+    BF16 weight        NaN, inf
+    float32 scale      NaN, inf, negative                (zero is legal: a zero block)
+    UE8M0 scale        byte 255, which is NaN; and, quantised here from BF16, any byte that no finite BF16 can give
+    E4M3 scale         NaN codes, negative
+    E2M1 weight        every code is a number
+
+Use:
+
+    check_shards(bank, module, [(0, "w1"), (0, "w2")], name=lambda slot, shard: f"expert {slot} {shard}", layer=prefix)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+
+from megamoe_adapter import layout
+from megamoe_adapter.bank import Bank
+from megamoe_adapter.formats import Conversion
+from megamoe_adapter.names import SHARDS
+from weightsync.errors import shown
+
+UE8M0_NAN = 255
+# ceil(log2(largest finite BF16 / 448)) + 127.
+UE8M0_MAX_FROM_BF16 = 247
+
+
+def check_shards(
+    bank: Bank,
+    module: nn.Module,
+    shards: Sequence[tuple[int, str]],
+    *,
+    name: Callable[[int, str], str],
+    layer: str,
+) -> None:
+    """Judges freshly loaded shards; changes nothing.
+
+    Args:
+        bank: The pair of weights.
+        module: Owner of the tensors.
+        shards: (slot, shard) of each fresh shard.
+        name: What to call a shard in a message.
+        layer: Path of the layer, for the message.
+
+    Raises:
+        ValueError: A weight or scale is not usable; names each shard and what is wrong with it.
+    """
+    whole = len(shards) == len(SHARDS) * bank.num_slots
+    flags = _whole_bank_flags(bank, module) if whole else [_shard_flags(bank, module, *shard) for shard in shards]
+    if flags and bool(torch.stack([torch.stack(flag) for flag in flags]).any()):
+        _raise_unsound(bank, module, shards, name, layer)
+
+
+def _raise_unsound(
+    bank: Bank, module: nn.Module, shards: Sequence[tuple[int, str]], name: Callable[[int, str], str], layer: str
+) -> None:
+    found = []
+    for slot, shard in shards:
+        bad_weight, bad_scale = torch.stack(_shard_flags(bank, module, slot, shard)).tolist()
+        if bad_weight:
+            found.append(f"{name(slot, shard)}: weight holds NaN or infinity")
+        if bad_scale:
+            found.append(f"{name(slot, shard)}: scale is negative, NaN or infinite")
+    raise ValueError(
+        f"{layer}: {len(found)} unusable tensors: {shown(found)}. Look at the sender's last step and send these shards "
+        "again, weight and scale"
+    )
+
+
+def _whole_bank_flags(bank: Bank, module: nn.Module) -> list[tuple[torch.Tensor, ...]]:
+    return [
+        _flags(bank, bank.tensor(module, "weight", shard), _scale_tensor(bank, module, shard)) for shard in ("w1", "w2")
+    ]
+
+
+def _shard_flags(bank: Bank, module: nn.Module, slot: int, shard: str) -> tuple[torch.Tensor, ...]:
+    half = layout.HALF_OF_SHARD.get(shard)
+    weight = layout.weight_view(bank.tensor(module, "weight", shard), slot, half)
+    scale = _scale_tensor(bank, module, shard)
+    if scale is not None:
+        rows = layout.block_scale_rows if bank.raw_scales else layout.scale_view
+        scale = rows(scale, slot, half)
+    return _flags(bank, weight, scale)
+
+
+def _flags(bank: Bank, weight: torch.Tensor, scale: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+    """(weight unusable, scale unusable), each a bool scalar on the tensors' device."""
+    no = torch.zeros((), dtype=torch.bool, device=weight.device)
+    return _bad_weight(weight, no), no if scale is None else _bad_scale(bank, scale)
+
+
+def _scale_tensor(bank: Bank, module: nn.Module, shard: str) -> torch.Tensor | None:
+    if bank.format.scale is None:
+        return None
+    return bank.tensor(module, "weight_scale_inv" if bank.raw_scales else "weight_scale", shard)
+
+
+def _bad_weight(weight: torch.Tensor, no: torch.Tensor) -> torch.Tensor:
+    if weight.dtype == torch.float8_e4m3fn:
+        # The NaN codes are the largest signed byte and the largest unsigned byte: two reductions, no temporary.
+        return (weight.view(torch.int8).amax() == 0x7F) | (weight.view(torch.uint8).amax() == 0xFF)
+    if weight.dtype == torch.bfloat16:
+        low, high = torch.aminmax(weight)
+        return ~(torch.isfinite(low) & torch.isfinite(high))
+    return no
+
+
+def _bad_scale(bank: Bank, scale: torch.Tensor) -> torch.Tensor:
+    if bank.raw_scales:
+        low, high = torch.aminmax(scale)
+        return ~(torch.isfinite(high) & (low >= 0))
+    scale_bytes = scale if scale.dtype == torch.uint8 else scale.transpose(-1, -2).view(torch.uint8)
+    if bank.format.scale is not None and bank.format.scale.dtype == torch.float8_e4m3fn:
+        return scale_bytes.amax() >= 0x7F
+    limit = UE8M0_MAX_FROM_BF16 if bank.how is Conversion.QUANTISE else UE8M0_NAN - 1
+    return scale_bytes.amax() > limit
