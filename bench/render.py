@@ -1,13 +1,13 @@
 """Makes docs/PERFORMANCE.md's tables from the recorded results.
 
 A benchmark that is run with `--record` appends one JSON line per case to `bench/results/NAME.jsonl`. This script shows
-the newest line of each case and hardware, one table per file, between the two marks of docs/PERFORMANCE.md. A line holds
-at least
+the newest line of each case and hardware, one table per file, between the two marks of docs/PERFORMANCE.md. A line
+holds at least
 
     case ours_seconds floor_seconds peer peer_seconds bytes tensors extra_bytes hardware date command
 
-where `floor_seconds` is the least time the same bytes can take (one copy), and `peer_seconds` what another project's code
-takes for them in the same run; null where there is none.
+where `floor_seconds` is the least time the same bytes can take (one copy), and `peer_seconds` what another project's
+code takes for them in the same run; null where there is none.
 
     .venv/bin/python bench/render.py            # rewrites the tables
     .venv/bin/python bench/render.py --check    # exit status 1 if they are out of date
