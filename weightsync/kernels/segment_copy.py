@@ -40,7 +40,7 @@ def storage_view(storage: Storage) -> torch.Tensor:
 
 
 def strided_view(
-    storage: torch.Tensor, dtype: torch.dtype, offset: int, size: tuple[int, ...], strides: tuple[int, ...]
+    storage: torch.Tensor, dtype: torch.dtype, offset: int, size: Sequence[int], strides: Sequence[int]
 ) -> torch.Tensor:
     """A view of `storage`'s bytes. `offset` counts bytes, `size` and `strides` count elements of `dtype`.
 
@@ -60,8 +60,9 @@ def choose_backend(device: torch.device, backend: Backend = "auto") -> Literal["
 class SegmentCopy:
     """One table bound to its destination storages.
 
-    Keeps the storages alive. Holds a source only between `bind_sources` and `release_sources`; `run` releases it, so
-    that a shared or mapped buffer can be closed afterwards (on a GPU: once the stream has passed the launch).
+    Works under any autograd mode, and keeps the storages alive. Holds a source only between `bind_sources` and
+    `release_sources`; `run` releases it, so that a shared or mapped buffer can be closed afterwards (on a GPU: once the
+    stream has passed the launch).
 
     Args:
         table: The copies; rows must not share destination bytes.
@@ -107,6 +108,7 @@ class SegmentCopy:
         finally:
             self.release_sources()
 
+    @torch.inference_mode()
     def bind_sources(self, sources: Sequence[torch.Tensor]) -> None:
         """Points the table at other source memory; cheap if the addresses are the same as before.
 
@@ -136,6 +138,7 @@ class SegmentCopy:
             self._copies.bind_sources(sources)
         self._sources = tuple(sources)
 
+    @torch.inference_mode()
     def launch(self) -> None:
         """Runs the copies for the bound sources; on a GPU one kernel, which a CUDA graph can capture.
 
@@ -188,7 +191,7 @@ class _TorchCopies:
         self._pairs: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
 
     def bind_sources(self, sources: Sequence[torch.Tensor]) -> None:
-        offsets = [source.storage_offset() * source.dtype.itemsize for source in sources]
+        offsets = [int(source.storage_offset()) * source.dtype.itemsize for source in sources]
         bits = 8
         for source, offset in zip(sources, offsets, strict=True):
             bits |= source.data_ptr() | offset
@@ -198,11 +201,11 @@ class _TorchCopies:
         destinations, specs = self._built[alignment]
         handles: dict[tuple[int, int], torch.Tensor] = {}
         views = []
-        for source, unit, size, strides, offset in specs:
-            handle = handles.get((source, unit))
+        for number, unit, size, strides, offset in specs:
+            handle = handles.get((number, unit))
             if handle is None:
-                handle = handles[source, unit] = strided_view(sources[source], UNITS[unit], 0, (0,), (1,))
-            views.append(handle.as_strided(size, strides, (offsets[source] + offset) // unit))
+                handle = handles[number, unit] = strided_view(sources[number], UNITS[unit], 0, (0,), (1,))
+            views.append(handle.as_strided(size, strides, (offsets[number] + offset) // unit))
         self._pairs = (destinations, views)
 
     def launch(self) -> None:

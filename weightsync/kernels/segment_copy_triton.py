@@ -1,4 +1,5 @@
 # ruff: noqa: ANN001 - the arguments of a Triton kernel are device values, which annotations do not describe
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """The Triton kernel of `segment_copy`: one launch copies every row of a table.
 
 Imported only where Triton runs (a GPU, or `TRITON_INTERPRET=1`). Each program copies one tile of at most `TILE_BYTES`:
@@ -14,6 +15,7 @@ nothing about alignment is fixed when the table is made.
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 
@@ -92,7 +94,7 @@ def _copy_tile(segments, tiles, bases):
         _copy_units(source, destination, n0, run, num_bytes, ss1, ss0, ds1, ds0, tl.int8, 1)
 
 
-def copy_tiles(segments, tiles, bases) -> None:
+def copy_tiles(segments: torch.Tensor, tiles: torch.Tensor, bases: torch.Tensor) -> None:
     """Launches one program per tile on the current stream of the current device.
 
     Args:

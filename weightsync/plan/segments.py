@@ -30,7 +30,7 @@ from weightsync.errors import LayoutError, shown
 from weightsync.transport.buckets import Chunk
 
 if TYPE_CHECKING:
-    from weightsync.plan.plan import Write
+    from weightsync.plan.writes import Write
 
 Ints = npt.NDArray[np.int64]
 Dim = tuple[int, int, int]  # size, source stride, destination stride

@@ -2,125 +2,27 @@
 
 from __future__ import annotations
 
-import itertools
 import random
-from dataclasses import dataclass
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from random_plans import (
+    as_bytes,
+    assert_storages_equal,
+    expected_storages,
+    random_buffers,
+    random_plan,
+    storage_bytes,
+)
 
 from weightsync.errors import LayoutError
 from weightsync.plan.regions import Region
 from weightsync.plan.segments import SegmentTable, compile_segments, group_by_name
+from weightsync.plan.writes import Write
 from weightsync.transport.buckets import Chunk
-
-
-@dataclass(frozen=True)
-class FakeWrite:
-    """The fields of a plan's `Write`."""
-
-    name: str
-    destination: int
-    dest: Region
-    source: Region
-
-
-DTYPES = (torch.uint8, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn)
-
-
-def filled(num_bytes: int, seed: int) -> torch.Tensor:
-    return torch.from_numpy(np.random.default_rng(seed).integers(0, 256, num_bytes, dtype=np.uint8))
-
-
-def as_bytes(tensor: torch.Tensor) -> np.ndarray:
-    return tensor.reshape(-1).view(torch.uint8).numpy()
-
-
-def random_view(tensor: torch.Tensor, rng: random.Random) -> torch.Tensor:
-    """A chain of view operations, as weight loaders use them."""
-    for _ in range(rng.randrange(5)):
-        choice = rng.choice(["narrow", "step", "transpose", "split", "expand", "select"])
-        dim = rng.randrange(tensor.dim()) if tensor.dim() else None
-        if dim is None or tensor.numel() == 0:
-            break
-        size = tensor.shape[dim]
-        if choice == "narrow":
-            start = rng.randrange(size)
-            tensor = tensor.narrow(dim, start, rng.randint(1, size - start))
-        elif choice == "step":
-            tensor = tensor[(slice(None),) * dim + (slice(rng.randrange(size), None, rng.randint(1, 3)),)]
-        elif choice == "transpose":
-            tensor = tensor.transpose(dim, rng.randrange(tensor.dim()))
-        elif choice == "split" and size % 2 == 0:
-            tensor = tensor.unflatten(dim, (2, size // 2) if rng.random() < 0.5 else (size // 2, 2))
-        elif choice == "expand" and tensor.dim() < 6:
-            tensor = tensor.unsqueeze(dim).expand(*tensor.shape[:dim], 2, *tensor.shape[dim:])
-        elif choice == "select" and tensor.dim() > 1:
-            tensor = tensor.select(dim, rng.randrange(size))
-    return tensor
-
-
-def random_destination(shape: tuple[int, ...], dtype: torch.dtype, rng: random.Random) -> torch.Tensor:
-    """A view of `shape` into a larger storage, with permuted, padded or stepped dims."""
-    order = list(range(len(shape)))
-    if rng.random() < 0.5:
-        rng.shuffle(order)
-    steps = [rng.choice([1, 1, 2]) for _ in order]
-    pads = [rng.choice([0, 0, 1, 3]) for _ in order]
-    base_shape = [shape[d] * steps[d] + pads[d] for d in order]
-    lead = rng.randrange(3)
-    base = torch.zeros(lead + int(np.prod(base_shape, dtype=int)) + rng.randrange(3), dtype=torch.uint8)
-    base = base.repeat_interleave(dtype.itemsize).view(dtype)
-    view = base[lead : lead + int(np.prod(base_shape, dtype=int))].view(base_shape)
-    view = view[tuple(slice(rng.randint(0, pads[d]) if steps[d] == 1 else 0, None, steps[d]) for d in order)]
-    view = view[tuple(slice(0, shape[d]) for d in order)]
-    return view.permute([order.index(d) for d in range(len(shape))]) if shape else view
-
-
-def random_plan(rng: random.Random) -> tuple[list[FakeWrite], dict[str, torch.Tensor], dict[int, torch.Tensor]]:
-    """Writes, wire tensors by name, and destination views; each write owns its storage."""
-    writes, wires, views = [], {}, {}
-    for number in range(rng.randint(1, 4)):
-        dtype = rng.choice(DTYPES)
-        shape = tuple(rng.randint(1, 7) for _ in range(rng.randrange(5)))
-        wire = filled(int(np.prod(shape, dtype=int)) * dtype.itemsize, rng.randrange(2**32)).view(dtype).reshape(shape)
-        wires[f"w{number}"] = wire
-        for _ in range(rng.randint(1, 2)):
-            source = random_view(wire, rng)
-            view = random_destination(tuple(source.shape), dtype, rng)
-            views[len(views)] = view
-            writes.append(FakeWrite(f"w{number}", len(views) - 1, Region.of(view), Region.of(source)))
-    return writes, wires, views
-
-
-def random_buffers(wires: dict[str, torch.Tensor], rng: random.Random) -> tuple[list[list[Chunk]], list[np.ndarray]]:
-    """Every wire tensor cut at random bytes and spread over buffers at random offsets."""
-    pieces = []
-    for name, wire in wires.items():
-        cuts = sorted({0, wire.nbytes, *(rng.randint(0, wire.nbytes) for _ in range(rng.randrange(4)))})
-        pieces += [(name, start, stop - start) for start, stop in itertools.pairwise(cuts)]
-    rng.shuffle(pieces)
-    buffers: list[list[Chunk]] = [[] for _ in range(rng.randint(1, 3))]
-    used = [0] * len(buffers)
-    for name, start, num_bytes in pieces:
-        buffer = rng.randrange(len(buffers))
-        used[buffer] += rng.randrange(5)
-        buffers[buffer].append(Chunk(name, start, num_bytes, used[buffer]))
-        used[buffer] += num_bytes
-    data = [np.zeros(size, np.uint8) for size in used]
-    for chunks, buffer_bytes in zip(buffers, data, strict=True):
-        for chunk in chunks:
-            part = as_bytes(wires[chunk.name])[chunk.start : chunk.start + chunk.num_bytes]
-            buffer_bytes[chunk.offset : chunk.offset + chunk.num_bytes] = part
-    return buffers, data
-
-
-def storage_bytes(view: torch.Tensor) -> np.ndarray:
-    storage = view.untyped_storage()
-    return torch.empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),), (1,)).numpy()
 
 
 def copy_row_by_row(table: SegmentTable, sources: list[np.ndarray], storages: dict[int, np.ndarray]) -> None:
@@ -133,25 +35,6 @@ def copy_row_by_row(table: SegmentTable, sources: list[np.ndarray], storages: di
                 at = table.source_offset[r] + (index * table.source_strides[r]).sum()
                 to = table.destination_offset[r] + (index * table.destination_strides[r]).sum()
                 destination[to : to + table.run[r]] = source[at : at + table.run[r]]
-
-
-def expected_storages(writes, wires, views) -> dict[int, np.ndarray]:
-    expected = {key: torch.from_numpy(storage_bytes(view).copy()) for key, view in views.items()}
-    for write in writes:
-        item = write.dest.itemsize
-        dtype = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[item]
-        units = [tuple(stride // item for stride in region.strides) for region in (write.dest, write.source)]
-        target = (
-            expected[write.destination].view(dtype).as_strided(write.dest.shape, units[0], write.dest.offset // item)
-        )
-        flat = torch.from_numpy(as_bytes(wires[write.name])).view(dtype)
-        target.copy_(flat.as_strided(write.source.shape, units[1], write.source.offset // item))
-    return {key: tensor.numpy() for key, tensor in expected.items()}
-
-
-def assert_storages_equal(got: dict[int, np.ndarray], expected: dict[int, np.ndarray]) -> None:
-    for key, array in expected.items():
-        np.testing.assert_array_equal(got[key], array, err_msg=f"destination {key}")
 
 
 @settings(max_examples=120, deadline=None)
@@ -185,7 +68,7 @@ def test_any_split_over_buffers_copies_the_same_bytes(seed):
 def test_a_contiguous_write_is_one_run_whatever_its_shape():
     live = torch.zeros(4, 6, 8)
     wire = torch.zeros(6, 8)
-    write = FakeWrite("w", 0, Region.of(live[2].view(3, 2, 8)), Region.of(wire.view(3, 2, 8)))
+    write = Write("w", 0, Region.of(live[2].view(3, 2, 8)), Region.of(wire.view(3, 2, 8)))
     table = compile_segments([write])
     assert (len(table), table.run.tolist(), table.sizes.tolist()) == (1, [6 * 8 * 4], [[1, 1]])
 
@@ -194,7 +77,7 @@ def test_the_eight_row_interleave_is_one_row_with_one_strided_dim():
     live = torch.zeros(2, 32, 4, dtype=torch.uint8)  # one expert's w13 is (2I, K) = (32, 4)
     wire = torch.zeros(16, 4, dtype=torch.uint8)
     up = live[1].view(2, 2, 8, 4)[:, 1]
-    table = compile_segments([FakeWrite("up", 0, Region.of(up), Region.of(wire.view(2, 8, 4)))])
+    table = compile_segments([Write("up", 0, Region.of(up), Region.of(wire.view(2, 8, 4)))])
     assert len(table) == 1
     assert table.run.tolist() == [32]
     assert table.sizes.tolist() == [[1, 2]]
@@ -205,7 +88,7 @@ def test_the_eight_row_interleave_is_one_row_with_one_strided_dim():
 
 def test_a_permuted_tensor_that_is_cut_stays_a_handful_of_rows():
     wire, live = torch.zeros(64, 48, dtype=torch.bfloat16), torch.zeros(48, 64, dtype=torch.bfloat16)
-    write = FakeWrite("w", 0, Region.of(live), Region.of(wire.t()))
+    write = Write("w", 0, Region.of(live), Region.of(wire.t()))
     buffers = [[Chunk("w", 0, 3001, 0)], [Chunk("w", 3001, wire.nbytes - 3001, 0)]]
     tables = [compile_segments([write], [chunks]) for chunks in buffers]
     assert all(len(table) <= 4 for table in tables)
@@ -215,14 +98,14 @@ def test_a_permuted_tensor_that_is_cut_stays_a_handful_of_rows():
 def test_dims_beyond_two_become_rows_of_the_smaller_ones():
     wire = torch.zeros(3, 5, 2, 7, dtype=torch.int16)
     live = torch.zeros(7, 2, 5, 3, dtype=torch.int16)
-    table = compile_segments([FakeWrite("w", 0, Region.of(live), Region.of(wire.permute(3, 2, 1, 0)))])
+    table = compile_segments([Write("w", 0, Region.of(live), Region.of(wire.permute(3, 2, 1, 0)))])
     assert len(table) == 6
     assert table.num_bytes == wire.nbytes
 
 
 def test_an_empty_tensor_leaves_no_row():
     empty = Region.of(torch.zeros(0, 4))
-    table = compile_segments([FakeWrite("w", 0, empty, empty)], [[Chunk("w", 0, 0, 0)]])
+    table = compile_segments([Write("w", 0, empty, empty)], [[Chunk("w", 0, 0, 0)]])
     assert (len(table), table.num_bytes, table.num_sources) == (0, 0, 1)
     table.check_bounds([0], {})
 
@@ -230,7 +113,7 @@ def test_an_empty_tensor_leaves_no_row():
 def test_names_without_writes_are_left_out():
     region = Region.of(torch.zeros(4))
     buffers = [[Chunk("other", 0, 16, 0), Chunk("w", 0, 16, 256)]]
-    table = compile_segments([FakeWrite("w", 0, region, region)], buffers)
+    table = compile_segments([Write("w", 0, region, region)], buffers)
     assert table.source_offset.tolist() == [256]
     assert table.names[table.name[0]] == "w"
 
@@ -246,7 +129,7 @@ def test_names_without_writes_are_left_out():
 )
 def test_a_write_that_is_no_copy_is_refused_by_name(dest, source, message):
     with pytest.raises(LayoutError, match=message) as caught:
-        compile_segments([FakeWrite("layers.0.w", 0, dest, source)])
+        compile_segments([Write("layers.0.w", 0, dest, source)])
     assert caught.value.names == ("layers.0.w",)
 
 
@@ -261,7 +144,7 @@ def test_a_write_that_is_no_copy_is_refused_by_name(dest, source, message):
 )
 def test_bounds_are_checked_against_both_sides(source_bytes, destination_bytes, message):
     region = Region.of(torch.zeros(4, 4))
-    table = compile_segments([FakeWrite("w", 3, region, region)])
+    table = compile_segments([Write("w", 3, region, region)])
     table.check_bounds([64], {3: 64})
     with pytest.raises(LayoutError, match=message):
         table.check_bounds(source_bytes, destination_bytes)
@@ -269,7 +152,7 @@ def test_bounds_are_checked_against_both_sides(source_bytes, destination_bytes, 
 
 def test_a_negative_offset_is_out_of_bounds():
     region = Region.of(torch.zeros(4, 4))
-    table = compile_segments([FakeWrite("w", 0, Region(-4, (4, 4), (16, 4), 4), region)])
+    table = compile_segments([Write("w", 0, Region(-4, (4, 4), (16, 4), 4), region)])
     with pytest.raises(LayoutError, match="leave their destination storage"):
         table.check_bounds([64], {0: 64})
 
@@ -277,7 +160,7 @@ def test_a_negative_offset_is_out_of_bounds():
 def test_many_equal_experts_share_patterns_and_compile_to_one_row_each():
     live = torch.empty(64, 64, 16, dtype=torch.uint8)
     writes = [
-        FakeWrite(f"{layer}.{expert}.{half}", layer, Region.of(live[expert].view(4, 2, 8, 16)[:, half]),
+        Write(f"{layer}.{expert}.{half}", layer, Region.of(live[expert].view(4, 2, 8, 16)[:, half]),
                   Region.of(torch.empty(32, 16, dtype=torch.uint8).view(4, 8, 16)))
         for layer in range(8) for expert in range(64) for half in range(2)
     ]  # fmt: skip

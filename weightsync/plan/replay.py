@@ -1,0 +1,295 @@
+"""Replays a plan's writes: bound to the live storages once, then no look-up of modules or loaders per tensor.
+
+    replay = Replay(plan_writes, {destination index: storage, ...})
+    replay.copy_tensors(named_tensors)              # tensors of this process, any layout, any device
+    replay.copy_bucket(bucket, buffer)              # one packed uint8 buffer, tensors perhaps split over several
+    replay.copy_buckets([(bucket, buffer), ...])    # several buffers (mapped allocations), on a GPU still one launch
+
+Names that no write mentions are passed over: the session interprets those. Shapes and dtypes against the manifest are
+the session's check too; here every byte read and written is proved to lie inside its tensor and its storage.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
+
+import torch
+
+from weightsync.errors import LayoutError
+from weightsync.kernels.segment_copy import (
+    Backend,
+    SegmentCopy,
+    Storage,
+    choose_backend,
+    storage_view,
+    strided_view,
+)
+from weightsync.plan.segments import compile_segments, group_by_name
+from weightsync.transport.buckets import Bucket
+
+if TYPE_CHECKING:
+    from weightsync.plan.writes import Write
+
+MAX_HELD_BYTES = 64 << 20  # staged copies, and tensors of a one-pass iterator, that are alive at once beyond the first
+MAX_COMPILED = 4096  # tables kept; a fixed plan has as many as buckets
+MIN_LAUNCH_TENSORS = 16  # fewer tensors on a GPU are copied by views: a table for each small set would not pay
+
+Named = tuple[str, torch.Tensor]
+_Key = TypeVar("_Key")
+_Value = TypeVar("_Value")
+
+
+class Replay:
+    """Writes bound to destination storages.
+
+    Args:
+        writes: The plan's writes; no two share destination bytes.
+        storages: The storage of each `Write.destination`, as an `UntypedStorage` or any tensor on it; several devices
+            are fine. They are kept alive.
+        backend: "torch" or "triton" instead of each device's own (see `SegmentCopy`).
+
+    Attributes:
+        names: Wire names that are written.
+
+    Raises:
+        LayoutError: A write is no plain copy, leaves its storage, or has none.
+    """
+
+    def __init__(self, writes: Iterable[Write], storages: Mapping[int, Storage], *, backend: Backend = "auto") -> None:
+        self._writes = tuple(writes)
+        self._backend: Backend = backend
+        self.names = frozenset(write.name for write in self._writes)
+        self._parts: list[_DeviceReplay] = []
+        self.bind(storages)
+
+    def bind(self, storages: Mapping[int, Storage]) -> None:
+        """Binds the writes to other storages and drops every view and table that pointed to the old ones."""
+        self._parts = []
+        views = {key: storage_view(storages[key]) for key in {w.destination for w in self._writes} & storages.keys()}
+        table = compile_segments(self._writes)
+        table.check_bounds(None, {key: view.nbytes for key, view in views.items()})
+        by_device: defaultdict[torch.device, list[Write]] = defaultdict(list)
+        for write in self._writes:
+            if write.dest.num_bytes:
+                by_device[views[write.destination].device].append(write)
+        self._parts = [_DeviceReplay(device, w, views, self._backend) for device, w in by_device.items()]
+
+    def copy_tensors(self, tensors: Iterable[Named]) -> None:
+        """Copies whole wire tensors of this process into the live storages.
+
+        A tensor that is not contiguous, or is on another device, goes through a temporary copy. Those, and tensors that
+        a one-pass iterator yields, are let go once they hold `MAX_HELD_BYTES` together (one tensor may be larger). On a
+        GPU the copies are enqueued on the current stream; a caller that reuses its tensors on another stream orders
+        the two.
+
+        Raises:
+            LayoutError: A tensor is smaller than what the plan reads of it. Tensors before it have been copied.
+        """
+        if len(self._parts) > 1 and not isinstance(tensors, Sequence):
+            for named in tensors:
+                for part in self._parts:
+                    part.copy_tensors((named,))
+            return
+        for part in self._parts:
+            part.copy_tensors(tensors)
+
+    def copy_bucket(self, bucket: Bucket, buffer: torch.Tensor) -> None:
+        """Copies the chunks of one bucket out of `buffer`.
+
+        Args:
+            bucket: What the buffer holds. The table is compiled at first sight and kept.
+            buffer: uint8, contiguous, at least as long as the chunks reach; any alignment. Not kept. A buffer on
+                another device than the live storages is copied there first.
+
+        Raises:
+            LayoutError: The buffer is too short or not contiguous. Nothing has been copied then.
+        """
+        self.copy_buckets([(bucket, buffer)])
+
+    def copy_buckets(self, filled: Sequence[tuple[Bucket, torch.Tensor]]) -> None:
+        """`copy_bucket` for several buffers at once; per device of the live storages one launch on a GPU."""
+        buckets = tuple(bucket for bucket, _ in filled)
+        copies = [part.compiled(buckets) for part in self._parts]
+        for copy in copies:
+            if copy.device is not None:
+                device = copy.device
+                copy.run([b if b.device == device else b.to(device, non_blocking=True) for _, b in filled])
+
+
+class _NameViews(NamedTuple):
+    """The destination views of one name, for sources of one shape and dtype.
+
+    `whole` holds views that a source can be copied to as it is; `parts` pairs other views with the dtype, size, strides
+    and offset of the source's view, in elements of that dtype.
+    """
+
+    dtype: torch.dtype
+    shape: torch.Size
+    whole: list[torch.Tensor]
+    parts: list[tuple[torch.Tensor, torch.dtype, list[int], list[int], int]]
+
+
+_Row = tuple[int, int, int, list[int], int, list[int], list[int]]
+
+
+class _DeviceReplay:
+    """The part of a replay whose destinations are on one device."""
+
+    def __init__(
+        self, device: torch.device, writes: Sequence[Write], storages: Mapping[int, torch.Tensor], backend: Backend
+    ) -> None:
+        self._device = device
+        self._by_name = group_by_name(writes)
+        self._storages = storages
+        self._backend = backend
+        self._launches = choose_backend(device, backend) == "triton"
+        self._rows: defaultdict[str, list[_Row]] | None = None
+        self._views: dict[str, _NameViews] = {}
+        self._named_copies: dict[tuple[str, ...], SegmentCopy] = {}
+        self._recent: dict[tuple[int, ...], tuple[tuple[Bucket, ...], SegmentCopy]] = {}
+        self._compiled: dict[tuple[Bucket, ...], SegmentCopy] = {}
+
+    def compiled(self, buckets: tuple[Bucket, ...]) -> SegmentCopy:
+        """The table of these buckets; the same bucket objects are found without comparing their chunks."""
+        ids = tuple(map(id, buckets))  # the entry keeps its buckets alive, so that no other object can take their ids
+        if ids in self._recent:
+            return self._recent[ids][1]
+        copy = self._compiled.get(buckets)
+        if copy is None:
+            table = compile_segments(self._by_name, [bucket.chunks for bucket in buckets])
+            copy = SegmentCopy(table, self._storages, backend=self._backend)
+            _keep(self._compiled, buckets, copy)
+        _keep(self._recent, ids, (buckets, copy))
+        return copy
+
+    def copy_tensors(self, tensors: Iterable[Named]) -> None:
+        """Copies the tensors in batches of bounded memory."""
+        device, by_name = self._device, self._by_name
+        one_pass = not isinstance(tensors, Sequence)
+        batch: list[Named] = []
+        held_bytes = 0
+        for name, tensor in tensors:
+            if name not in by_name:
+                continue
+            held = one_pass
+            if tensor.device != device:
+                tensor, held = tensor.to(device, non_blocking=True), True
+            if not tensor.is_contiguous():
+                tensor, held = tensor.contiguous(), True
+            batch.append((name, tensor))
+            if held:
+                held_bytes += tensor.nbytes
+                if held_bytes >= MAX_HELD_BYTES:
+                    self._copy_batch(batch)
+                    batch, held_bytes = [], 0
+        self._copy_batch(batch)
+
+    @torch.inference_mode()  # views of small tensors are a third cheaper, and storages bound under it are writable
+    def _copy_batch(self, batch: list[Named]) -> None:
+        names = tuple(name for name, _ in batch)
+        if self._launches and len(batch) >= MIN_LAUNCH_TENSORS and len(set(names)) == len(names):
+            copy = self._named_copies.get(names)
+            if copy is None:
+                table = compile_segments({name: self._by_name[name] for name in names})
+                copy = SegmentCopy(table, self._storages, backend=self._backend)
+                _keep(self._named_copies, names, copy)
+            copy.run([tensor for _, tensor in batch])
+            return
+        destinations, sources = self._pairs(batch)
+        if destinations:
+            torch._foreach_copy_(destinations, sources)
+
+    def _pairs(self, batch: list[Named]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        destinations: list[torch.Tensor] = []
+        sources: list[torch.Tensor] = []
+        views = self._views
+        for name, tensor in batch:
+            bound = views.get(name)
+            if bound is None or bound.dtype is not tensor.dtype or bound.shape != tensor.shape:
+                bound = views[name] = self._bind_name(name, tensor)
+            for view in bound.whole:
+                destinations.append(view)
+                sources.append(tensor)
+            for view, dtype, size, strides, offset in bound.parts:
+                destinations.append(view)
+                if dtype is tensor.dtype:
+                    sources.append(tensor.as_strided(size, strides, tensor.storage_offset() + offset))
+                else:  # bytes: the write splits elements of the source's dtype
+                    first = int(tensor.storage_offset()) * tensor.dtype.itemsize
+                    sources.append(strided_view(tensor, dtype, first + offset, size, strides))
+        return destinations, sources
+
+    def _bind_name(self, name: str, tensor: torch.Tensor) -> _NameViews:
+        """Builds the views of one name for contiguous tensors of this shape and dtype."""
+        if self._rows is None:
+            self._rows = _rows_by_name(self._by_name)
+        whole: list[torch.Tensor] = []
+        parts: list[tuple[torch.Tensor, torch.dtype, list[int], list[int], int]] = []
+        for key, at, to, sizes, run, source_strides, destination_strides in self._rows[name]:
+            end = at + run + sum((n - 1) * stride for n, stride in zip(sizes, source_strides, strict=True))
+            if end > tensor.nbytes:
+                raise LayoutError(
+                    f"{name}: the plan reads {end} bytes of it, got a tensor of {tensor.nbytes} bytes "
+                    f"({tuple(tensor.shape)}, {tensor.dtype}); send it as the manifest says",
+                    names=[name],
+                )
+            item = tensor.dtype.itemsize
+            if any(value % item for value in (at, to, run, *source_strides, *destination_strides)):
+                dtype, item = torch.uint8, 1
+            else:
+                dtype = tensor.dtype
+            size = [*sizes, run // item]
+            strides = [*(stride // item for stride in destination_strides), 1]
+            dense = [sizes[1] * run if sizes[0] > 1 else 0, run if sizes[1] > 1 else 0] == source_strides
+            if dtype is tensor.dtype and dense and math.prod(size) == tensor.numel():
+                reshaped = _strides_in_shape(size, strides, tensor.shape)
+                if reshaped is not None:
+                    whole.append(strided_view(self._storages[key], dtype, to, tensor.shape, reshaped))
+                    continue
+            view = strided_view(self._storages[key], dtype, to, size, strides)
+            parts.append((view, dtype, size, [*(stride // item for stride in source_strides), 1], at // item))
+        return _NameViews(tensor.dtype, tensor.shape, whole, parts)
+
+
+def _strides_in_shape(size: Sequence[int], strides: Sequence[int], shape: Sequence[int]) -> list[int] | None:
+    """Strides of the same elements in `shape`, or None if a dim of `shape` would need two strides.
+
+    `size` has as many elements as `shape`, and no two of its dims are contiguous to each other.
+    """
+    dims = [(n, stride) for n, stride in zip(size, strides, strict=True) if n > 1]
+    result: list[int] = []
+    taken = 1  # elements of the innermost dim left in `dims` that are already dealt out
+    for n in reversed(shape):
+        if n == 1:
+            result.append(1)
+            continue
+        if dims[-1][0] % (taken * n):
+            return None
+        result.append(dims[-1][1] * taken)
+        taken *= n
+        if taken == dims[-1][0]:
+            dims.pop()
+            taken = 1
+    return result[::-1]
+
+
+def _rows_by_name(by_name: Mapping[str, Sequence[Write]]) -> defaultdict[str, list[_Row]]:
+    table = compile_segments(by_name)
+    columns: Iterator[tuple[int, int, int, int, list[int], int, list[int], list[int]]] = zip(
+        table.name.tolist(), table.destination.tolist(), table.source_offset.tolist(),
+        table.destination_offset.tolist(), table.sizes.tolist(), table.run.tolist(), table.source_strides.tolist(),
+        table.destination_strides.tolist(), strict=True,
+    )  # fmt: skip
+    rows: defaultdict[str, list[_Row]] = defaultdict(list)
+    for name, *row in columns:
+        rows[table.names[name]].append(tuple(row))  # type: ignore[arg-type]
+    return rows
+
+
+def _keep(cache: dict[_Key, _Value], key: _Key, value: _Value) -> None:
+    if len(cache) >= MAX_COMPILED:
+        cache.clear()
+    cache[key] = value
