@@ -1,0 +1,181 @@
+"""The Triton kernels give the bytes of the torch reference: on a GPU, and without one in Triton's interpreter.
+
+Whether a kernel is interpreted is settled when it is defined, so the interpreter runs in a process of its own: this
+file as a program, which runs every function in `CASES` on CPU tensors.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+pytest.importorskip("triton", reason="needs Triton: pip install triton")
+
+from megamoe_adapter import layout, requantize
+from megamoe_adapter.layout import GATE, UP, allocate_scale
+from megamoe_adapter.requantize import StagedShards, requantize_layer_, requantize_shard_
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+E4M3 = torch.float8_e4m3fn
+
+
+def make_stack(device, halves, shards=None, experts=2, rows=128, cols=128, seed=0):
+    """Random finite codes with a zero group, under scales from 2**-130 to 2**119 and one that is zero."""
+    generator = torch.Generator().manual_seed(seed)
+    shards = shards or [(slot, half) for slot in range(experts) for half in halves]
+    codes = torch.randint(256, (experts, rows * len(halves), cols), dtype=torch.uint8, generator=generator)
+    codes[(codes & 0x7F) == 0x7F] = 0x7E
+    codes[0, 3, :32] = 0x80
+    blocks = (experts, rows * len(halves) // 128, cols // 128)
+    exponent = torch.randint(-130, 120, blocks, generator=generator).float()
+    scale = (1 + torch.rand(blocks, generator=generator)) * torch.exp2(exponent)
+    scale[-1, -1, -1] = 0
+    packed = allocate_scale(experts, rows * len(halves), cols // 128).fill_(-1)
+    return StagedShards(codes.view(E4M3).to(device), scale.to(device), to_device(packed, device), shards)
+
+
+def to_device(scale, device):
+    return layout.restore_scale_strides(scale.to(device))
+
+
+def reference_(stack):
+    for slot, half in stack.shards:
+        blocks = layout.block_scale_rows(stack.block_scale, slot, half)
+        requantize_shard_(stack.weight, stack.scale, slot, half, blocks)
+
+
+def assert_same(got, expected):
+    assert torch.equal(got.weight.view(torch.uint8).cpu(), expected.weight.view(torch.uint8).cpu())
+    assert torch.equal(got.scale.cpu(), expected.scale.cpu())
+
+
+def case_random_shards(device):
+    from megamoe_adapter import requantize_triton
+
+    for halves, options in (
+        ((GATE, UP), {"rows": 256}),
+        ((GATE, UP), {"cols": 384, "shards": [(1, UP), (0, GATE)]}),
+        ((None,), {"cols": 256}),
+        ((None,), {"experts": 3, "shards": [(2, None)]}),
+    ):
+        stack, expected = make_stack(device, halves, **options), make_stack("cpu", halves, **options)
+        requantize_triton.requantize_(stack)
+        reference_(expected)
+        assert_same(stack, expected)
+
+
+def case_golden_w2(device):
+    from megamoe_adapter import requantize_triton
+
+    golden = load_file(GOLDEN / "layout.safetensors")
+    for case in ("general", "pow2"):
+        weight = golden[f"sm90_fp8.{case}.w2_weight"].view(E4M3).to(device)
+        blocks = golden[f"sm90_fp8.{case}.w2_weight_scale_inv"].to(device)
+        packed = to_device(allocate_scale(2, 256, 1).fill_(-1), device)
+        requantize_triton.requantize_(StagedShards(weight, blocks, packed, [(0, None), (1, None)]))
+        assert torch.equal(weight.view(torch.uint8).cpu(), golden[f"sm100_mxfp8.{case}.w2_weight"])
+        assert torch.equal(packed.cpu(), golden[f"sm100_mxfp8.{case}.w2_weight_scale"])
+
+
+def case_golden_w13(device):
+    from megamoe_adapter import requantize_triton
+
+    golden = load_file(GOLDEN / "layout.safetensors")
+    weight = golden["sm90_fp8.general.w13_weight"].view(E4M3).to(device)
+    blocks = golden["sm90_fp8.general.w13_weight_scale_inv"].to(device)
+    packed = to_device(allocate_scale(2, 256, 2).fill_(-1), device)
+    shards = [(1, UP), (0, GATE), (1, GATE), (0, UP)]
+    requantize_triton.requantize_(StagedShards(weight, blocks, packed, shards))
+    assert torch.equal(weight.view(torch.uint8).cpu(), golden["sm100_mxfp8.general.w13_weight"])
+    assert torch.equal(packed.cpu(), golden["sm100_mxfp8.general.w13_weight_scale"])
+
+
+def case_every_code_is_exact_under_a_power_of_two(device):
+    from megamoe_adapter import requantize_triton
+
+    codes = torch.arange(254, dtype=torch.uint8)
+    codes[127:] += 1  # 0x7F and 0xFF left out
+    codes = torch.nn.functional.pad(codes, (0, 2))
+    shuffled = torch.stack([codes[torch.randperm(256, generator=torch.Generator().manual_seed(i))] for i in range(128)])
+    for exponent in (-126, -119, -1, 0, 100, 127):
+        weight = shuffled[None].clone().view(E4M3).to(device)
+        packed = to_device(allocate_scale(1, 128, 2), device)
+        stack = StagedShards(weight, torch.full((1, 1, 2), 2.0**exponent, device=device), packed, [(0, None)])
+        requantize_triton.requantize_(stack)
+        scale = layout.read_packed_scales(packed.cpu(), 0, None).double() - 127
+        got = weight[0].cpu().double() * torch.exp2(scale).repeat_interleave(32, 1)
+        assert torch.equal(got, shuffled.view(E4M3).double() * 2.0**exponent), exponent
+
+
+def case_flags(device):
+    from megamoe_adapter import requantize_triton
+
+    stack = make_stack(device, (GATE, UP), experts=3, cols=256)
+    stack.block_scale.fill_(0.5)
+    assert requantize_triton.inspect(stack).tolist() == [0] * 6
+    codes = stack.weight.view(torch.uint8)
+    codes[0, 8, 0] = 0x7F  # expert 0, row 0 of up
+    codes[1, 255 - 8, 255] = 0xFF  # expert 1, the last row of gate
+    for index, value in enumerate((float("nan"), float("inf"), -1e-40, 1.8e38)):
+        stack.block_scale[2, 0, 1] = value
+        stack.block_scale[1, 1, 0] = 0.75  # expert 1, up
+        flags = requantize_triton.inspect(stack).tolist()
+        assert flags == requantize.inspect_shards(stack), index
+        assert flags[:4] == [0, requantize.NAN_CODE, requantize.NAN_CODE, requantize.ROUNDS]
+        assert flags[4] & requantize.BAD_SCALE
+        assert flags[5] == 0
+
+
+CASES = {name.removeprefix("case_"): run for name, run in list(globals().items()) if name.startswith("case_")}
+
+
+def test_every_case_in_the_interpreter():
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+    command = [sys.executable, "-W", "ignore", __file__]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == list(CASES)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES)
+def test_every_case_on_a_gpu(case):
+    CASES[case]("cuda")
+
+
+@pytest.mark.gpu
+def test_a_layer_on_a_gpu_equals_the_cpu_without_device_temporaries():
+    sizes = {"experts": 4, "rows": 1024, "cols": 1024}
+    stacks = [make_stack("cuda", (GATE, UP), **sizes), make_stack("cuda", (None,), **sizes, seed=1)]
+    expected = [make_stack("cpu", (GATE, UP), **sizes), make_stack("cpu", (None,), **sizes, seed=1)]
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    requantize_layer_("layer", stacks)
+    assert torch.cuda.max_memory_allocated() - before < 1 << 20
+    for got, want in zip(stacks, expected, strict=True):
+        reference_(want)
+        assert_same(got, want)
+
+
+@pytest.mark.gpu
+def test_a_bad_shard_on_a_gpu_leaves_the_layer_alone():
+    stacks = [make_stack("cuda", (GATE, UP)), make_stack("cuda", (None,))]
+    stacks[1].weight.view(torch.uint8)[1, 100, 100] = 0x7F
+    before = [(stack.weight.view(torch.uint8).clone(), stack.scale.clone()) for stack in stacks]
+    with pytest.raises(ValueError, match="slot 1 w2 has NaN"):
+        requantize_layer_("layer", stacks)
+    for stack, (weight, scale) in zip(stacks, before, strict=True):
+        assert torch.equal(stack.weight.view(torch.uint8), weight)
+        assert torch.equal(stack.scale, scale)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    for name, run in CASES.items():
+        run("cpu")
+        print(name)
