@@ -20,9 +20,11 @@ Source: DeepGEMM's per_token_cast_to_fp8 and ceil_to_ue8m0; vLLM's MegaMoE input
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import torch
 
+from megamoe_adapter.formats import Format
 from megamoe_adapter.requantize import ue8m0_to_float32
 
 E4M3_MAX = 448.0
@@ -157,3 +159,54 @@ def shared_scale_rows(num_tokens: int, block_m: int, device: torch.device | str)
     tile, m = token // block_m, token % block_m
     page = -(-block_m // 128) * 128
     return tile * page + 128 * (m // 128) + 4 * (m % 32) + (m % 128) // 32
+
+
+def stage_inputs(
+    fmt: Format,
+    shared: Format | None,
+    buffer: Any,
+    x: torch.Tensor,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    shared_rows: torch.Tensor | None,
+) -> None:
+    """Writes quantised tokens and their routing into the first rows of a symmetric buffer; no host sync.
+
+    Args:
+        fmt: Format of the routed experts.
+        shared: Format of the fused shared expert; None without one.
+        buffer: DeepGEMM's symmetric buffer of the layer; rows past the tokens are left as they are.
+        x: (num_tokens, H) bfloat16.
+        topk_ids: (num_tokens, top_k); -1 is not routed, and its weight becomes 0.
+        topk_weights: (num_tokens, top_k) float32.
+        shared_rows: `shared_scale_rows` where the shared expert is MXFP8, else None.
+    """
+    n = x.shape[0]
+    if fmt.input_dtype == "bf16":
+        buffer.x[:n].copy_(x)
+    elif fmt.input_dtype == "e4m3+f32_1x128":
+        tokens, scale = quantize_tokens_fp8(x)
+        buffer.x[:n].copy_(tokens)
+        buffer.x_sf[:n].copy_(scale)
+    elif fmt.input_dtype == "e2m1+e4m3_1x16":
+        packed, block_scale, token_scale = quantize_tokens_nvfp4(x)
+        buffer.x[:n].view(torch.uint8).copy_(packed)
+        buffer.x_sf[:n].copy_(block_scale.view(torch.int32))
+        buffer.x_scales[:n].copy_(token_scale)
+    else:
+        tokens, exponents = quantize_tokens_mxfp8(x)
+        buffer.x[:n].copy_(tokens)
+        buffer.x_sf[:n].copy_(exponents.view(torch.int32))
+    if shared is not None:
+        _stage_shared(buffer, x, shared_rows, has_own_tokens=shared.input_dtype != fmt.input_dtype)
+    buffer.topk_idx[:n].copy_(topk_ids)
+    buffer.topk_weights[:n].copy_(topk_weights.masked_fill(topk_ids < 0, 0.0))
+
+
+def _stage_shared(buffer: Any, x: torch.Tensor, rows: torch.Tensor | None, *, has_own_tokens: bool) -> None:
+    """The fused shared expert's tokens, where the routed ones are in another format, and its scales."""
+    tokens, exponents = (x, None) if rows is None else quantize_tokens_mxfp8(x)
+    if has_own_tokens:
+        buffer.shared_l1_acts[: x.shape[0]].copy_(tokens)
+    if exponents is not None:
+        buffer.shared_l1_acts_sf.index_copy_(0, rows, exponents.view(torch.int32))
