@@ -15,7 +15,7 @@ import json
 import sys
 from importlib.metadata import EntryPoint, entry_points, version
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -44,12 +44,17 @@ def manifest(
     names: Annotated[bool, typer.Option("--names", help="List every tensor.")] = False,
 ) -> None:
     """Print what a push of a checkpoint would carry: tensors, bytes, and the hash that both sides agree on."""
+    from weightsync.errors import ManifestError
+    from weightsync.manifest import Manifest, dtype_name
     from weightsync.trainer.sources import CheckpointSource
 
-    content = CheckpointSource(directory).manifest
+    try:
+        content = Manifest(tuple(CheckpointSource(directory).metadata))
+    except ManifestError as error:
+        _fail(str(error))
     if names:
         for entry in content:
-            print(f"{entry.name}  {str(entry.dtype).removeprefix('torch.')}  {list(entry.shape)}")
+            print(f"{entry.name}  {dtype_name(entry.dtype)}  {list(entry.shape)}")
     print(f"{len(content)} tensors, {content.num_bytes} bytes, hash {content.hash}")
 
 
@@ -61,17 +66,27 @@ def status(url: Annotated[str, typer.Argument(help="Where the engine serves, e.g
         answer = httpx.get(f"{url.rstrip('/')}/weight_info", timeout=_STATUS_TIMEOUT_SECONDS)
         answer.raise_for_status()
     except (httpx.HTTPError, httpx.InvalidURL) as error:
-        print(f"weightsync: {url} does not answer /weight_info: {error}", file=sys.stderr)
-        raise typer.Exit(1) from None
+        _fail(f"{url} does not answer /weight_info: {error}")
     print(json.dumps(answer.json(), indent=2))
 
 
-def _root(
-    show_version: Annotated[bool, typer.Option("--version", help="Print the version and exit.", is_eager=True)] = False,
-) -> None:
-    if show_version:
+def _fail(reason: str) -> NoReturn:
+    print(f"weightsync: {reason}", file=sys.stderr)
+    raise typer.Exit(1)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
         print(f"weightsync {version('weightsync')}")
         raise typer.Exit
+
+
+def _root(
+    _version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    pass
 
 
 def _add(app: typer.Typer, entry_point: EntryPoint) -> None:

@@ -119,7 +119,8 @@ class MasterModel(nn.Module):
         vocab = self.config.vocab_size
         start = torch.randint(vocab, (batch_size, 1), generator=self._data)
         step = torch.randint(1, 8, (batch_size, 1), generator=self._data)
-        return (start + step * torch.arange(num_tokens)) % vocab
+        tokens: torch.Tensor = (start + step * torch.arange(num_tokens)) % vocab
+        return tokens
 
     def _views(self) -> Iterator[tuple[str, torch.Tensor]]:
         """`(checkpoint name, float32 view of the master weights)`, one per projection of each expert."""

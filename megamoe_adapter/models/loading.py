@@ -59,12 +59,11 @@ def load_weights(model: nn.Module, weights: Weights, *, path_of: Callable[[str],
             continue
         target = next((target for rules in names if (target := rules.locate(path)) is not None), None)
         if target is not None:
-            place = places[target.name]
+            place: Any = places[target.name]
             place.weight_loader(place, tensor, target.name, target.shard_id, target.expert_id)
             loaded.add(target.name)
         else:
-            place = places[path]
-            load_whole(place, tensor, name)
+            load_whole(places[path], tensor, name)
             loaded.add(path)
     return loaded
 
