@@ -137,8 +137,9 @@ def arch_of(device: torch.device) -> str:
         NotImplementedError: No MegaMoE kernel exists for the device.
     """
     if device.type != "cuda":
-        raise NotImplementedError(f"MegaMoE kernels run on SM90 and SM100 GPUs, not on {device}; pass the arch to lay
-        out for")
+        raise NotImplementedError(
+            f"MegaMoE kernels run on SM90 and SM100 GPUs, not on {device}; pass the arch to lay out for"
+        )
     major, minor = torch.cuda.get_device_capability(device)
     archs = {9: "sm90", 10: "sm100"}
     if major not in archs:
