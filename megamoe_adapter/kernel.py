@@ -35,6 +35,7 @@ import torch.distributed as dist
 
 from megamoe_adapter.formats import FORMATS, Format
 from megamoe_adapter.layout import check_shapes, restore_scale_strides
+from megamoe_adapter.selection import ARCH_OF_MAJOR
 from megamoe_adapter.staging import shared_scale_rows, stage_inputs
 
 if TYPE_CHECKING:
@@ -47,7 +48,6 @@ INSTALL = {
     "sm90": "pip install 'sgl-deep-gemm==0.1.4' 'apache-tvm-ffi==0.1.11' (with torch 2.11 and nvcc >= 12.9)",
     "sm100": "pip install 'vllm>=0.33' (which carries DeepGEMM), or DeepGEMM from its repository, 2026-06 or later",
 }
-ARCH_OF_MAJOR = {9: "sm90", 10: "sm100"}  # capability 10.0 and 10.3 are one family
 
 
 @dataclass(frozen=True, slots=True)

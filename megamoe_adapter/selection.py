@@ -35,6 +35,7 @@ from weightsync.errors import shown
 
 GATED_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 BLOCK_SIZE = [128, 128]
+ARCH_OF_MAJOR = {9: "sm90", 10: "sm100"}  # compute capability 10.0 and 10.3 are one family
 COMPRESSED_FORMATS = {
     "mxfp4-pack-quantized": "mxfp4_ct",
     "nvfp4-pack-quantized": "nvfp4_ct",
@@ -141,10 +142,9 @@ def arch_of(device: torch.device) -> str:
             f"MegaMoE kernels run on SM90 and SM100 GPUs, not on {device}; pass the arch to lay out for"
         )
     major, minor = torch.cuda.get_device_capability(device)
-    archs = {9: "sm90", 10: "sm100"}
-    if major not in archs:
+    if major not in ARCH_OF_MAJOR:
         raise NotImplementedError(f"MegaMoE kernels run on SM90 and SM100 GPUs, this one is SM{major}{minor}")
-    return archs[major]
+    return ARCH_OF_MAJOR[major]
 
 
 def _source_of_linear(config: Mapping[str, Any], method: str, name: str, expert_dtype: str | None) -> str:
