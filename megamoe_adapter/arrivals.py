@@ -47,20 +47,43 @@ class ArrivalError(ValueError):
 class ArrivalTracker:
     """Fresh weights and fresh scales of one layer's shards.
 
-    Plain attributes of plain sets, so that whoever restores a module's Python state restores the marks too.
+    The marks are two integers, one bit per shard. They are plain immutable attributes, so whoever restores a module's
+    Python state restores them too, walking a model for tensors costs nothing here, and a whole replayed plan is marked by
+    one `|=`.
 
     Args:
         num_slots: Local expert slots, redundant replicas included.
         shared: Whether a fused shared expert has shards of its own.
+
+    Attributes:
+        fresh_weights: Bits (see `bit`) of the shards whose weight arrived since the last finish.
+        fresh_scales: The same of their scales.
+        has_finished: Whether a finish ever succeeded.
     """
 
     def __init__(self, num_slots: int, *, shared: bool = False) -> None:
-        slots: list[int | str] = [*range(num_slots), *([SHARED] if shared else [])]
-        self.keys: tuple[Key, ...] = tuple((slot, shard) for slot in slots for shard in SHARDS)
-        self._known = frozenset(self.keys)
-        self.fresh_weights: set[Key] = set()
-        self.fresh_scales: set[Key] = set()
+        self.num_slots = num_slots
+        self.shared = shared
+        self.fresh_weights = 0
+        self.fresh_scales = 0
         self.has_finished = False
+
+    @property
+    def keys(self) -> tuple[Key, ...]:
+        """Every shard of the layer, in the order of their bits."""
+        slots: list[int | str] = [*range(self.num_slots), *([SHARED] if self.shared else [])]
+        return tuple((slot, shard) for slot in slots for shard in SHARDS)
+
+    def bit(self, slot: int | str, shard: str) -> int:
+        """The integer with one bit set that stands for a shard.
+
+        Raises:
+            ValueError: The layer has no such shard.
+        """
+        row = self.num_slots if slot == SHARED and self.shared else slot
+        if shard not in SHARDS or not isinstance(row, int) or not 0 <= row < self.num_slots + self.shared:
+            raise ValueError(f"no shard {(slot, shard)!r} in this layer; it has {shown([repr(k) for k in self.keys])}")
+        return 1 << (len(SHARDS) * row + SHARDS.index(shard))
 
     def mark_weight(self, slot: int | str, shard: str, *tensors: torch.Tensor) -> None:
         """Notes that a shard's weight was written.
@@ -74,11 +97,16 @@ class ArrivalTracker:
         Raises:
             ValueError: The layer has no such shard.
         """
-        self._mark(self.fresh_weights, (slot, shard), tensors)
+        self.mark(weights=self._bit_if_written(slot, shard, tensors))
 
     def mark_scale(self, slot: int | str, shard: str, *tensors: torch.Tensor) -> None:
         """Notes that a shard's block scale was written; arguments as in `mark_weight`."""
-        self._mark(self.fresh_scales, (slot, shard), tensors)
+        self.mark(scales=self._bit_if_written(slot, shard, tensors))
+
+    def mark(self, *, weights: int = 0, scales: int = 0) -> None:
+        """Notes that many shards were written; bits as from `bit`, combined with `|`."""
+        self.fresh_weights |= weights
+        self.fresh_scales |= scales
 
     def check(self, layer: str, expert_ids: Sequence[int] | None = None) -> list[Key]:
         """The shards to requantise now, in key order; changes nothing.
@@ -94,22 +122,28 @@ class ArrivalTracker:
             ArrivalError: A shard has one part without the other, or the layer was never finished and a shard has
                 neither. Names every such shard's layer, expert and missing part (the first few, and the count).
         """
+        if not self.fresh_weights and not self.fresh_scales and self.has_finished:
+            return []
         missing: list[tuple[Key, str]] = []
-        for key in self.keys:
-            weight, scale = key in self.fresh_weights, key in self.fresh_scales
+        fresh: list[Key] = []
+        keys = self.keys
+        for index, key in enumerate(keys):
+            weight, scale = self.fresh_weights >> index & 1, self.fresh_scales >> index & 1
             if weight != scale:
                 missing.append((key, "scale" if weight else "weight"))
-            elif not weight and not self.has_finished:
+            elif weight:
+                fresh.append(key)
+            elif not self.has_finished:
                 missing.append((key, "weight and scale"))
         if missing:
             parts = [f"{_name(key, expert_ids)}: {what} missing" for key, what in missing]
             raise ArrivalError(
-                f"{layer}: {len(missing)} of {len(self.keys)} shards are incomplete: {shown(parts)}. "
+                f"{layer}: {len(missing)} of {len(keys)} shards are incomplete: {shown(parts)}. "
                 "A shard is requantised in place once its weight and its block scale have both arrived since the last "
                 "finish; send both parts of every shard named here, then finish again",
                 missing,
             )
-        return [key for key in self.keys if key in self.fresh_weights]
+        return fresh
 
     def clear(self) -> None:
         """Ends a successful finish: nothing is fresh, and untouched shards may stay untouched from now on."""
@@ -118,14 +152,12 @@ class ArrivalTracker:
 
     def forget(self) -> None:
         """Drops all marks, for a caller that has put the old bytes back; says nothing about a finish."""
-        self.fresh_weights.clear()
-        self.fresh_scales.clear()
+        self.fresh_weights = 0
+        self.fresh_scales = 0
 
-    def _mark(self, fresh: set[Key], key: Key, tensors: Sequence[torch.Tensor]) -> None:
-        if key not in self._known:
-            raise ValueError(f"no shard {key!r} in this layer; it has {shown([repr(k) for k in self.keys])}")
-        if not any(tensor.is_meta for tensor in tensors):
-            fresh.add(key)
+    def _bit_if_written(self, slot: int | str, shard: str, tensors: Sequence[torch.Tensor]) -> int:
+        bit = self.bit(slot, shard)
+        return 0 if any(tensor.is_meta for tensor in tensors) else bit
 
 
 def _name(key: Key, expert_ids: Sequence[int] | None) -> str:

@@ -42,10 +42,19 @@ class GlobalScales:
 
     Args:
         num_experts: Logical experts L.
+
+    Attributes:
+        fresh: Bits (see `bit`) of the scalars that arrived since the last finish.
     """
 
     def __init__(self, num_experts: int) -> None:
         self.num_experts = num_experts
+        self.fresh = 0
+
+    def bit(self, kind: str, expert: int, shard: str) -> int:
+        """The integer with one bit set that stands for one scalar."""
+        row = self.num_experts * GLOBAL_KINDS.index(kind) + expert
+        return 1 << (len(SHARDS) * row + SHARDS.index(shard))
 
     def register(self, module: nn.Module, num_slots: int, device: torch.device | str | None) -> None:
         """Adds the loaded and the derived parameters to `module`, zeroed."""
@@ -80,7 +89,6 @@ class GlobalScales:
 
     def check_arrivals(
         self,
-        fresh: set[tuple[str, int, str]],
         fresh_shards: set[tuple[int, str]],
         local_experts: set[int],
         *,
@@ -90,7 +98,6 @@ class GlobalScales:
         """Checks that scalars came with the weights they belong to.
 
         Args:
-            fresh: (kind, expert, shard) of the scalars that arrived since the last finish.
             fresh_shards: (logical expert, shard) of the local shards whose weights did.
             local_experts: Logical experts of this rank.
             first: Whether the layer was never finished: then every scalar of every expert is needed.
@@ -99,11 +106,18 @@ class GlobalScales:
         Raises:
             ValueError: A scalar is missing, or arrived without its weight; names the experts.
         """
+        fresh = {
+            (kind, expert, shard)
+            for kind in GLOBAL_KINDS
+            for expert in range(self.num_experts)
+            for shard in SHARDS
+            if self.fresh & self.bit(kind, expert, shard)
+        }
         if first:
             needed = {(kind, e, s) for kind in GLOBAL_KINDS for e in range(self.num_experts) for s in SHARDS}
-            missing = sorted(needed - fresh)
         else:
-            missing = sorted({("weight_scale_2", e, s) for e, s in fresh_shards} - fresh)
+            needed = {("weight_scale_2", e, s) for e, s in fresh_shards}
+        missing = sorted(needed - fresh)
         if missing:
             names = [f"expert {expert} {shard} {kind}" for kind, expert, shard in missing]
             raise ValueError(

@@ -21,7 +21,9 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Sequence
+import operator
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -90,7 +92,6 @@ class MegaMoEWeights(nn.Module):
             self.shared_bank = Bank.shared(decision.format, shared.source, bank.hidden, shared.intermediate)
         self.globals = GlobalScales(placement.num_experts) if bank.format.has_global_scales else None
         self.arrivals = ArrivalTracker(placement.num_slots, shared=self.shared_fused)
-        self.fresh_globals: set[tuple[str, int, str]] = set()
         self.l2_activation_scale_value = 1.0
         self.names = ExpertNames(
             bank.source.name,
@@ -98,7 +99,8 @@ class MegaMoEWeights(nn.Module):
             shared_source=self.shared_bank.source.name if self.shared_bank else None,
             shared_raw_scales=self.shared_bank.raw_scales if self.shared_bank else False,
         )
-        self._replayed: tuple[Sequence[tuple[str, str, int]], Placement, _Arrived] | None = None
+        # Keyed by the calls: a model walked for its tensors is not searched through the keys of a dict.
+        self._replayed: dict[tuple[tuple[str, str, int], ...], _Arrived] = {}
         self._create_parameters(device)
 
     @property
@@ -175,27 +177,25 @@ class MegaMoEWeights(nn.Module):
         Raises:
             ValueError: A name or shard that `weight_loader` would refuse.
         """
-        if self._replayed is None or self._replayed[0] is not calls or self._replayed[1] is not self.placement:
-            arrived = _Arrived()
+        calls = tuple(calls)
+        if calls not in self._replayed:
+            arrived = _NOTHING
             for name, shard_id, expert_id in calls:
                 found = self._classify(name, shard_id)
                 if found is not None:
-                    self._mark(arrived, *found, shard_id, expert_id)
-            self._replayed = (calls if isinstance(calls, tuple) else tuple(calls), self.placement, arrived)
-        arrived = self._replayed[2]
-        self.arrivals.fresh_weights |= arrived.weights
-        self.arrivals.fresh_scales |= arrived.scales
-        self.fresh_globals |= arrived.globals
+                    arrived |= self._arrived(*found, shard_id, expert_id)
+            self._replayed = {calls: arrived}
+        self._mark(self._replayed[calls])
 
     def discard_arrivals(self) -> None:
         """Forgets what arrived since the last finish, for a caller that has put the old bytes back."""
         self.arrivals.forget()
-        self.fresh_globals.clear()
+        self._forget_globals()
 
     def accept_present_weights(self) -> None:
         """Declares the present bytes valid without a load (a dummy start that a full push will replace)."""
         self.arrivals.clear()
-        self.fresh_globals.clear()
+        self._forget_globals()
 
     def set_placement(self, physical_to_logical: Sequence[int]) -> None:
         """Follows an expert rebalancing: later loads go to the slots that now hold each logical expert.
@@ -209,6 +209,7 @@ class MegaMoEWeights(nn.Module):
             ValueError: Wrong length, an unknown expert, or an expert without a slot.
         """
         self.placement = self.placement.moved(physical_to_logical)
+        self._replayed = {}
 
     def finish(self) -> int:
         """Makes loaded weights final; called once per load from the model's `process_weights_after_loading`.
@@ -226,7 +227,7 @@ class MegaMoEWeights(nn.Module):
         """
         fresh = self.arrivals.check(self.prefix, self.placement.logical_of_slot)
         self._check_globals(fresh)
-        if not fresh and not self.fresh_globals:
+        if not fresh and not (self.globals is not None and self.globals.fresh):
             return 0
         by_bank = self._fresh_by_bank(fresh)
         for bank, shards in by_bank:
@@ -245,7 +246,7 @@ class MegaMoEWeights(nn.Module):
             ],
         )
         self.arrivals.clear()
-        self.fresh_globals.clear()
+        self._forget_globals()
         return len(fresh)
 
     def requantize_block_fp8(self) -> int:
@@ -304,7 +305,6 @@ class MegaMoEWeights(nn.Module):
     def _load(
         self, param: torch.Tensor, tensor: torch.Tensor, prefix: str, kind: str, shard_id: str, expert_id: int
     ) -> bool:
-        arrived = None if tensor.is_meta or param.is_meta else _Arrived()
         if self.globals is not None and kind in GLOBAL_KINDS:
             for expert, shard, scalar in _split_globals(tensor, shard_id, expert_id, self.placement.num_experts):
                 self.globals.load(param, shard, expert, scalar)
@@ -318,11 +318,8 @@ class MegaMoEWeights(nn.Module):
                     self.bank.load(self, param, kind, shard, slot, piece)
             if not experts:
                 return False
-        if arrived is not None:
-            self._mark(arrived, prefix, kind, shard_id, expert_id)
-            self.arrivals.fresh_weights |= arrived.weights
-            self.arrivals.fresh_scales |= arrived.scales
-            self.fresh_globals |= arrived.globals
+        if not tensor.is_meta and not param.is_meta:
+            self._mark(self._arrived(prefix, kind, shard_id, expert_id))
         return True
 
     def _experts_in(self, tensor: torch.Tensor, expert_id: int) -> list[tuple[int, torch.Tensor]]:
@@ -336,24 +333,28 @@ class MegaMoEWeights(nn.Module):
             )
         return [(slot, tensor[expert]) for slot, expert in enumerate(self.placement.logical_of_slot)]
 
-    def _mark(self, arrived: _Arrived, prefix: str, kind: str, shard_id: str, expert_id: int) -> None:
+    def _arrived(self, prefix: str, kind: str, shard_id: str, expert_id: int) -> _Arrived:
+        """What one loader call has brought."""
         shards = FUSED_SHARDS.get(shard_id, (shard_id,))
-        if kind in GLOBAL_KINDS:
+        if self.globals is not None and kind in GLOBAL_KINDS:
             experts = range(self.placement.num_experts) if expert_id == ALL_EXPERTS else (expert_id,)
-            arrived.globals.update((kind, expert, shard) for expert in experts for shard in shards)
-            return
+            return _Arrived(globals=_union(self.globals.bit(kind, e, shard) for e in experts for shard in shards))
         slots: Sequence[int | str]
         if prefix in SHARED_PREFIXES:
             slots, bank = (SHARED,), self.shared_bank
         else:
             bank = self.bank
             slots = range(self.placement.num_slots) if expert_id == ALL_EXPERTS else self.placement.slots_of(expert_id)
-        keys = [(slot, shard) for slot in slots for shard in shards]
+        bits = _union(self.arrivals.bit(slot, shard) for slot in slots for shard in shards)
+        if kind != "weight":
+            return _Arrived(scales=bits)
         # Where no scale is loaded on its own, the weight is all there is to wait for.
-        if kind == "weight":
-            arrived.weights.update(keys)
-        if kind != "weight" or (bank is not None and bank.scale_kind is None):
-            arrived.scales.update(keys)
+        return _Arrived(weights=bits, scales=bits if bank is not None and bank.scale_kind is None else 0)
+
+    def _mark(self, arrived: _Arrived) -> None:
+        self.arrivals.mark(weights=arrived.weights, scales=arrived.scales)
+        if self.globals is not None:
+            self.globals.fresh |= arrived.globals
 
     def _fresh_by_bank(self, fresh: Sequence[Key]) -> list[tuple[Bank, list[tuple[int, str]]]]:
         routed = [(slot, shard) for slot, shard in fresh if isinstance(slot, int)]
@@ -369,12 +370,15 @@ class MegaMoEWeights(nn.Module):
     def _check_globals(self, fresh: Sequence[Key]) -> None:
         if self.globals is not None:
             self.globals.check_arrivals(
-                self.fresh_globals,
                 {(self.placement.logical_of_slot[slot], shard) for slot, shard in fresh if isinstance(slot, int)},
                 set(self.placement.logical_of_slot),
                 first=not self.arrivals.has_finished,
                 layer=self.prefix,
             )
+
+    def _forget_globals(self) -> None:
+        if self.globals is not None:
+            self.globals.fresh = 0
 
     def _derive_globals(self, scales: GlobalScales) -> None:
         value = scales.derive(self, self.placement.logical_of_slot, self.prefix)
@@ -394,13 +398,23 @@ class MegaMoEWeights(nn.Module):
         )
 
 
+@dataclass(frozen=True, slots=True)
 class _Arrived:
-    """Marks of some loader calls."""
+    """Bits of `ArrivalTracker` and of `GlobalScales`."""
 
-    def __init__(self) -> None:
-        self.weights: set[Key] = set()
-        self.scales: set[Key] = set()
-        self.globals: set[tuple[str, int, str]] = set()
+    weights: int = 0
+    scales: int = 0
+    globals: int = 0
+
+    def __or__(self, other: _Arrived) -> _Arrived:
+        return _Arrived(self.weights | other.weights, self.scales | other.scales, self.globals | other.globals)
+
+
+_NOTHING = _Arrived()
+
+
+def _union(bits: Iterable[int]) -> int:
+    return functools.reduce(operator.or_, bits, 0)
 
 
 def _split_globals(
