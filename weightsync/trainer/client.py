@@ -1,0 +1,518 @@
+"""The trainer's side of a push: handshake, transport, control, report.
+
+    client = TrainerClient(source=model, url="http://127.0.0.1:8000")
+    report = client.push(version=7)                     # handshake at the first push; later ones only move bytes
+    report.gib_per_s, report.transport, report.reason
+
+    client.start(version=8)                             # weights and scales in updates of their own
+    client.update(weight_names)
+    client.update(scale_names)
+    report = client.finish()
+    client.close()
+
+Several engines, or the ranks of one, are a list of URLs or `Receiver` objects; they get the same version or none does. After any failure the
+push is aborted everywhere, the connection is torn down on both sides, and the next push starts with a handshake.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from dataclasses import dataclass, field
+from types import TracebackType
+from urllib.parse import urlsplit
+
+import torch
+from torch import nn
+
+from weightsync import control
+from weightsync.control import Abort, Accept, Endpoint, Facts, Hello, Json, Start, TargetAccept, Update
+from weightsync.errors import CoverageError, ManifestError, ProtocolError, ReloadError, TransportError
+from weightsync.manifest import Manifest, ParamMeta
+from weightsync.trainer.http import HttpEndpoint
+from weightsync.trainer.sources import ModuleSource, WeightSource
+from weightsync.transport.base import Feed, Sender
+from weightsync.transport.choose import DEFAULT_BUCKET_BYTES, choose, local_facts, make_sender
+from weightsync.transport.groups import local_address
+from weightsync.worker.group import EndpointGroup, in_thread, result_within
+
+Source = WeightSource | nn.Module
+_EXPLAIN_SECONDS = 2.0
+
+
+@dataclass(frozen=True)
+class PushReport:
+    """What one push did.
+
+    Attributes:
+        version: The version that is live now, on every rank.
+        bytes: Bytes of the tensors that were pushed, each counted once.
+        wire_bytes: Bytes that left the trainer: broadcast bytes once, bytes to single ranks once per rank.
+        copied_bytes: Bytes that had to be copied on the trainer's side first; 0 when everything was read in place.
+        tensors: Number of tensors.
+        seconds: Seconds per stage: `handshake` (0 when none was needed), `start`, `transfer`, `finish`.
+        transport: The transport that was used.
+        reason: Why that one.
+        ranks: Each rank's own report.
+        interpreted: Number of names that ran through the model's own loader, by target.
+        digests: Rank number -> digest of every tensor, if they were asked for.
+    """
+
+    version: int
+    bytes: int
+    wire_bytes: int
+    copied_bytes: int
+    tensors: int
+    seconds: dict[str, float]
+    transport: str
+    reason: str
+    ranks: list[Json]
+    interpreted: dict[str, int]
+    digests: list[Json] | None = None
+
+    @property
+    def total_seconds(self) -> float:
+        """Seconds of the whole push."""
+        return sum(self.seconds.values())
+
+    @property
+    def gib_per_s(self) -> float:
+        """GiB of tensors per second of the whole push."""
+        return self.bytes / 2**30 / self.total_seconds if self.total_seconds else 0.0
+
+
+@dataclass
+class _Agreement:
+    """What a handshake gave; forgotten as a whole."""
+
+    session_id: str
+    metadata: dict[str, list[ParamMeta]]
+    accepts: list[Accept]
+    feeds: dict[str, Feed]
+    plans: list[dict[str, str]]
+    interpreted: dict[str, int]
+    sender: Sender
+    reason: str
+    generation: str = ""
+
+
+@dataclass
+class _Push:
+    """The push under way."""
+
+    version: int
+    bytes_total: int
+    seconds: dict[str, float]
+    bytes_done: int = 0
+    wire_bytes: int = 0
+    copied_bytes: int = 0
+    names: set[tuple[str, str]] = field(default_factory=set)
+    calls: list[_Call] = field(default_factory=list)
+
+
+class _Call:
+    """An `update_weights` call under way (see `base.Pending`)."""
+
+    def __init__(self, future: Future[Json], deadline_seconds: float) -> None:
+        self._future, self._deadline_seconds = future, deadline_seconds
+
+    def check(self) -> None:
+        """See `base.Pending.check`."""
+        if self._future.done():
+            self._future.result()
+
+    def wait(self) -> None:
+        """See `base.Pending.wait`."""
+        result_within(self._future, self._deadline_seconds, "update_weights")
+
+    def error(self, seconds: float) -> BaseException | None:
+        """The call's error, if it has one within `seconds`."""
+        try:
+            return self._future.exception(timeout=max(seconds, 0))
+        except TimeoutError:
+            return None
+
+
+class TrainerClient:
+    """Pushes weights into one or more engines. Not thread-safe: one push at a time.
+
+    Args:
+        source: A module, a `WeightSource`, or target name -> either.
+        url: An engine's URL, an `Endpoint` such as a `Receiver` in this process, or a list of them (ranks or engines).
+        transport: `"auto"`, or one of `transport.choose.TRANSPORTS`.
+        mode: `"direct"` or `"layerwise"`.
+        scope: `"full"`, or `"partial"` to push some of the model's tensors only.
+        target: The engine's target that a single source feeds.
+        bucket_bytes: Hard cap of a bucket; default 16 MiB from a CPU, 256 MiB from a GPU.
+        deadline_seconds: Longest silence of a peer: one bucket on a collective, one whole update where memory is mapped.
+        progress: Called with `(bytes_done, bytes_total)` as bytes leave.
+        digests: Ask every rank for its digests after each push.
+        formats: Scale and storage formats by name, compared with the engine's.
+        host: Address under which engines reach this process, for collectives; default: found from the URL.
+        device: Where the tensors lie; default: where the first one does.
+    """
+
+    def __init__(
+        self,
+        source: Source | Mapping[str, Source],
+        url: str | Endpoint | Sequence[str | Endpoint],
+        *,
+        transport: str = "auto",
+        mode: str = "direct",
+        scope: str = "full",
+        target: str = "model",
+        bucket_bytes: int | None = None,
+        deadline_seconds: float = 60.0,
+        progress: Callable[[int, int], None] | None = None,
+        digests: bool = False,
+        formats: Mapping[str, str] | None = None,
+        host: str | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        sources = source if isinstance(source, Mapping) else {target: source}
+        self._sources = {name: ModuleSource(s) if isinstance(s, nn.Module) else s for name, s in sources.items()}
+        urls = [url] if isinstance(url, str) or not isinstance(url, Sequence) else list(url)
+        self._owned = [HttpEndpoint(u) if isinstance(u, str) else u for u in urls]
+        self._remote = next((u for u in urls if isinstance(u, str)), None)
+        self._group = EndpointGroup(self._owned)
+        self._transport, self._mode, self._scope = transport, mode, scope
+        self._bucket_bytes, self._deadline_seconds = bucket_bytes, deadline_seconds
+        self._progress, self._digests = progress, digests
+        self._formats = dict(formats or {})
+        self._host = host
+        self._device = None if device is None else torch.device(device)
+        self._agreement: _Agreement | None = None
+        self._push: _Push | None = None
+
+    # ---- the push ------------------------------------------------------------------------------------------------
+
+    def push(self, version: int | None = None, names: Sequence[str] | None = None) -> PushReport:
+        """Pushes the whole source, or with `scope="partial"` the named tensors, as one update per target.
+
+        Args:
+            version: Must be greater than the live one; default: the next.
+            names: Names of the single target's source; None for all.
+
+        Raises:
+            WeightSyncError: The engine's own refusal, or the transport's failure. Nothing was published.
+        """
+        self.start(version)
+        for target in self._sources:
+            self.update(names, target=target)
+        return self.finish()
+
+    def start(self, version: int | None = None) -> None:
+        """Opens a push on every rank; makes the handshake if there is none, or if the source's tensors changed.
+
+        Raises:
+            ReloadError: A push is open already.
+            WeightSyncError: See `push`.
+        """
+        if self._push is not None:
+            raise ReloadError("a push is open already; finish or abort it first")
+        begin = time.perf_counter()
+        agreement = self._agreed()
+        shaken = time.perf_counter()
+        if version is None:
+            version = max((a.version for a in agreement.accepts if a.version is not None), default=0) + 1
+        total = sum(feed.manifest.num_bytes for feed in agreement.feeds.values())
+        self._push = _Push(version, total, {"handshake": shaken - begin, "start": 0.0, "transfer": 0.0, "finish": 0.0})
+        try:
+            self._start(agreement, version)
+        except BaseException as error:
+            raise self._failed(error) from error.__cause__
+        self._push.seconds["start"] = time.perf_counter() - shaken
+
+    def _start(self, agreement: _Agreement, version: int) -> None:
+        generation, offer, own = agreement.sender.refresh()
+        new = generation != agreement.generation
+        per_rank = {
+            accept.key: {"plans": agreement.plans[index], "offer": own.get(index, {}) if new else {}}
+            for index, accept in enumerate(agreement.accepts)
+        }
+        start = Start(agreement.session_id, version, generation, offer if new else None, per_rank)
+        body = {"start_info": control.encode(start)}
+        if not new:
+            self._group.call(control.START, body, self._deadline_seconds)
+            return
+        # Both at once: the ranks join the group while this side does. Whichever fails first ends the wait.
+        calling = in_thread(self._group.call, control.START, body, 2 * self._deadline_seconds)
+        meeting = in_thread(agreement.sender.connect, self._deadline_seconds)
+        done, _ = wait([calling, meeting], timeout=2 * self._deadline_seconds, return_when=FIRST_EXCEPTION)
+        failed = [error for future in done if (error := future.exception()) is not None]
+        if meeting in done and meeting.exception() and calling not in done:
+            failed += filter(None, [_Call(calling, 0).error(_EXPLAIN_SECONDS)])
+        if failed:
+            raise control.primary_error(failed)
+        result_within(calling, 0, "start_weight_update")
+        result_within(meeting, 0, "the transport")
+        agreement.generation = generation
+
+    def update(self, names: Sequence[str] | None = None, *, target: str | None = None) -> int:
+        """Moves tensors of one target; any number of times between `start` and `finish`.
+
+        Args:
+            names: Which, None for all.
+            target: Default: the only one.
+
+        Returns:
+            Bytes on the wire.
+
+        Raises:
+            WeightSyncError: See `push`.
+        """
+        push, agreement = self._open()
+        begin = time.perf_counter()
+        if target is None:
+            if len(agreement.feeds) > 1:
+                raise ProtocolError(f"say which target: {', '.join(agreement.feeds)}")
+            target = next(iter(agreement.feeds))
+        elif target not in agreement.feeds:
+            raise ProtocolError(f"unknown target {target!r}; this client feeds {', '.join(agreement.feeds)}")
+        feed = agreement.feeds[target]
+        listed = None if names is None else list(names)
+
+        def post(data: Json, per_rank: Mapping[int, Json], num_waits: int = 1) -> _Call:
+            own = {agreement.accepts[index].key: part for index, part in per_rank.items()}
+            update = Update(agreement.session_id, target, listed, data, own)
+            body = {"update_info": control.encode(update)}
+            seconds = self._deadline_seconds * num_waits
+            call = _Call(in_thread(self._group.call, control.UPDATE, body, seconds), self._deadline_seconds)
+            push.calls.append(call)
+            return call
+
+        def progress(num_bytes: int) -> None:
+            push.bytes_done += num_bytes
+            if self._progress is not None:
+                self._progress(push.bytes_done, push.bytes_total)
+
+        try:
+            sent = agreement.sender.send(target, listed, post, progress)
+        except BaseException as error:
+            raise self._failed(error) from error.__cause__
+        push.calls.clear()
+        push.wire_bytes += sent
+        push.copied_bytes += agreement.sender.copied_bytes
+        push.names.update((target, feed.manifest.entries[index].name) for index in feed.selected(listed))
+        push.seconds["transfer"] += time.perf_counter() - begin
+        return sent
+
+    def finish(self) -> PushReport:
+        """Ends the push: hooks and audit on every rank, then the version is live on all of them.
+
+        Raises:
+            WeightSyncError: See `push`.
+        """
+        push, agreement = self._open()
+        begin = time.perf_counter()
+        body = {"session_id": agreement.session_id, "weight_version": push.version}
+        try:
+            answer = self._group.call(control.FINISH, body, self._deadline_seconds)
+        except BaseException as error:
+            raise self._failed(error) from error.__cause__
+        push.seconds["finish"] = time.perf_counter() - begin
+        self._push = None
+        digests = (
+            self._group.call(control.CHECKER, {"action": "checksum"}, self._deadline_seconds)["ranks"]
+            if self._digests
+            else None
+        )
+        for index, accept in enumerate(agreement.accepts):
+            agreement.accepts[index] = _with_version(accept, push.version)
+        manifests = {target: feed.manifest.by_name for target, feed in agreement.feeds.items()}
+        return PushReport(
+            version=push.version,
+            bytes=sum(manifests[target][name].num_bytes for target, name in push.names),
+            wire_bytes=push.wire_bytes,
+            copied_bytes=push.copied_bytes,
+            tensors=len(push.names),
+            seconds=push.seconds,
+            transport=agreement.sender.transport,
+            reason=agreement.reason,
+            ranks=answer["ranks"],
+            interpreted=agreement.interpreted,
+            digests=digests,
+        )
+
+    def abort(self, reason: str = "aborted by the trainer") -> None:
+        """Gives up the push under way, everywhere. Does nothing when there is none."""
+        if self._push is not None:
+            self._tear_down(reason)
+
+    def close(self) -> None:
+        """Leaves: engines forget this trainer, and all memory that was exported or staged is free again. Idempotent.
+
+        The next push makes a new handshake, so this may also be used between pushes to give memory back.
+        """
+        if self._agreement is not None:
+            self._tear_down("the trainer closed its connection", control.SHUTDOWN)
+
+    def __enter__(self) -> TrainerClient:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+        for endpoint in self._owned:
+            if isinstance(endpoint, HttpEndpoint):
+                endpoint.close()
+
+    def _open(self) -> tuple[_Push, _Agreement]:
+        if self._push is None or self._agreement is None:
+            raise ReloadError("no push is open; call start first")
+        return self._push, self._agreement
+
+    # ---- failure -------------------------------------------------------------------------------------------------
+
+    def _failed(self, error: BaseException) -> BaseException:
+        """Tears everything down; gives the error that says most: a rank's own words before what followed from them."""
+        push = self._push
+        if self._agreement is not None:
+            self._agreement.sender.close()
+        found = [error]
+        end = time.monotonic() + (_EXPLAIN_SECONDS if isinstance(error, TransportError) else 0)
+        for call in push.calls if push is not None else ():
+            found += [e for e in [call.error(end - time.monotonic())] if e is not None and e is not error]
+        first = control.primary_error([e for e in found if isinstance(e, Exception)] or found)
+        self._tear_down(f"the trainer failed: {type(first).__name__}: {first}")
+        return error if not isinstance(error, Exception) else first
+
+    def _tear_down(self, reason: str, route: str = control.ABORT) -> None:
+        agreement, self._agreement, self._push = self._agreement, None, None
+        if agreement is not None:
+            agreement.sender.close()
+            self._group.abort(Abort(agreement.session_id, reason), route)
+
+    # ---- the handshake -------------------------------------------------------------------------------------------
+
+    def _agreed(self) -> _Agreement:
+        metadata = {target: source.metadata for target, source in self._sources.items()}
+        agreement = self._agreement
+        if agreement is not None:
+            kept = agreement.metadata
+            if all(kept[target] is rows or kept[target] == rows for target, rows in metadata.items()):
+                return agreement
+            self._tear_down("the trainer's tensors changed")
+        session_id = secrets.token_hex(8)
+        try:
+            self._agreement = self._handshake(session_id, metadata)
+        except BaseException as error:
+            self._group.abort(Abort(session_id, f"the handshake failed: {error}"))
+            raise
+        return self._agreement
+
+    def _handshake(self, session_id: str, metadata: dict[str, list[ParamMeta]]) -> _Agreement:
+        manifests = {target: Manifest(tuple(rows)) for target, rows in metadata.items()}
+        device = self._device or self._device_of_sources()
+        facts = local_facts(device)
+        bucket_bytes = self._bucket_bytes or DEFAULT_BUCKET_BYTES[device.type]
+        hello = Hello(
+            protocol=control.PROTOCOL_VERSION,
+            session_id=session_id,
+            trainer=f"{socket.gethostname()}:{os.getpid()}",
+            targets={target: json.loads(manifest.to_json()) for target, manifest in manifests.items()},
+            mode=self._mode,
+            scope=self._scope,
+            bucket_bytes=bucket_bytes,
+            deadline_seconds=self._deadline_seconds,
+            formats=self._formats,
+            facts=control.encode(facts),
+        )
+        answer = self._group.call(control.INIT, {"init_info": control.encode(hello)}, self._deadline_seconds)
+        accepts = [control.decode(Accept, rank) for rank in answer["ranks"]]
+        check_accepts(hello, accepts)
+        targets = [{t: control.decode(TargetAccept, a.targets.get(t)) for t in manifests} for a in accepts]
+        owners = {t: owners_of(m, accepts, [row[t] for row in targets]) for t, m in manifests.items()}
+        name, reason = choose(self._transport, facts, [control.decode(Facts, a.facts) for a in accepts])
+        feeds = {
+            target: Feed(manifest, owners[target], len(accepts), source.iter_full, source.resident)
+            for (target, manifest), source in zip(manifests.items(), self._sources.values(), strict=True)
+        }
+        sender = make_sender(
+            name,
+            feeds,
+            bucket_bytes=bucket_bytes,
+            device=device,
+            engine_device=str(accepts[0].facts["device"]),
+            host=self._host or self._own_address(facts, accepts),
+            deadline_seconds=self._deadline_seconds,
+        )
+        plans = [{target: accept.plan_hash for target, accept in row.items()} for row in targets]
+        interpreted = {target: max(row[target].interpreted for row in targets) for target in manifests}
+        return _Agreement(session_id, metadata, accepts, feeds, plans, interpreted, sender, reason)
+
+    def _device_of_sources(self) -> torch.device:
+        for source in self._sources.values():
+            for tensor in (source.resident() or {}).values():
+                return tensor.device
+        return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_initialized() else torch.device("cpu")
+
+    def _own_address(self, facts: Facts, accepts: Sequence[Accept]) -> str:
+        if self._remote is None or all(accept.facts["host"] == facts.host for accept in accepts):
+            return "127.0.0.1"
+        return local_address(urlsplit(self._remote).hostname or "127.0.0.1")
+
+
+def check_accepts(hello: Hello, accepts: Sequence[Accept]) -> None:
+    """Compares every rank's answer with what was said, and the ranks with each other.
+
+    Raises:
+        ProtocolError: Another protocol, session or bucket size; a rank of an engine missing or there twice.
+        ManifestError: A rank read another manifest.
+    """
+    seen: dict[str, set[int]] = {}
+    for accept in accepts:
+        for name in ("protocol", "session_id", "bucket_bytes"):
+            said, heard = getattr(hello, name), getattr(accept, name)
+            if said != heard:
+                raise ProtocolError(f"rank {accept.key} answers {name} {heard!r}, the trainer said {said!r}")
+        for target, rows in hello.targets.items():
+            said, heard = Manifest.from_rows(rows).hash, accept.targets.get(target, {}).get("manifest_hash")
+            if said != heard:
+                raise ManifestError(
+                    f"target {target!r}: the trainer's manifest is {said}, rank {accept.key} read {heard}"
+                )
+        ranks = seen.setdefault(accept.engine, set())
+        if accept.rank in ranks:
+            raise ProtocolError(f"rank {accept.rank} of engine {accept.engine} answers twice; list each rank once")
+        ranks.add(accept.rank)
+    for accept in accepts:
+        missing = sorted(set(range(accept.world)) - seen[accept.engine])
+        if missing:
+            raise ProtocolError(
+                f"engine {accept.engine} has {accept.world} ranks, ranks {missing} are not among the endpoints; "
+                "a push has to reach all of them"
+            )
+
+
+def owners_of(
+    manifest: Manifest, accepts: Sequence[Accept], targets: Sequence[TargetAccept]
+) -> tuple[frozenset[int], ...]:
+    """Which receivers load each entry.
+
+    Raises:
+        CoverageError: No rank of some engine loads a name or ignores it on purpose.
+    """
+    size = len(manifest)
+    owners: list[set[int]] = [set() for _ in range(size)]
+    taken: dict[str, set[int]] = {accept.engine: set() for accept in accepts}
+    for index, (accept, target) in enumerate(zip(accepts, targets, strict=True)):
+        owned = control.from_ranges(target.owned, size)
+        for entry in owned:
+            owners[entry].add(index)
+        taken[accept.engine].update(owned, control.from_ranges(target.ignored, size))
+    for engine, entries in taken.items():
+        if len(entries) < size:
+            names = [entry.name for index, entry in enumerate(manifest) if index not in entries]
+            raise CoverageError(f"no rank of engine {engine} takes these names", unexpected=names)
+    return tuple(map(frozenset, owners))
+
+
+def _with_version(accept: Accept, version: int) -> Accept:
+    return control.decode(Accept, {**control.encode(accept), "version": version})

@@ -1,0 +1,254 @@
+"""Where a trainer's weights come from: a live module, plain tensors, or a checkpoint on disk.
+
+A source declares every tensor (`metadata`) and yields them in that order (`iter_full`). One whose tensors all exist at once,
+in memory that lasts, also gives them by name (`resident`): then mapped transports read them where they lie.
+
+    source = ModuleSource(model)                                # parameters and persistent buffers, DTensors gathered
+    source = CheckpointSource("/models/glm-4-moe")              # safetensors, one file or many with an index
+    source = TensorSource({"w": tensor})
+"""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from weightsync.errors import ManifestError
+from weightsync.manifest import Manifest, ParamMeta
+
+
+class WeightSource(ABC):
+    """The trainer's weights, declared and then yielded in that order."""
+
+    @property
+    @abstractmethod
+    def metadata(self) -> list[ParamMeta]:
+        """Every tensor in wire order. The same list object as long as nothing changed."""
+
+    @abstractmethod
+    def iter_full(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """A fresh pass over `(name, full tensor)`, exactly as `metadata` declares.
+
+        It may run collectives of the trainer's own (an FSDP gather): tensor i is complete before it is yielded. A
+        tensor may be reused or freed once the next one is asked for.
+        """
+
+    @property
+    def manifest(self) -> Manifest:
+        """`metadata` as a manifest."""
+        return Manifest(tuple(self.metadata))
+
+    def resident(self) -> Mapping[str, torch.Tensor] | None:
+        """All tensors by name, if they exist at once in memory that lasts until the next call; else None."""
+        return None
+
+
+class TensorSource(WeightSource):
+    """Tensors by name, in the mapping's order.
+
+    Args:
+        tensors: Name -> tensor. Read again at each push, so the caller may put other tensors there; names, shapes
+            and dtypes that change make a new handshake.
+    """
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._tensors = tensors
+        self._metadata: list[ParamMeta] = []
+        self._seen: list[tuple[str, torch.Tensor]] = []
+
+    @property
+    def metadata(self) -> list[ParamMeta]:
+        """See `WeightSource.metadata`."""
+        if len(self._seen) != len(self._tensors) or any(
+            name != seen or tensor is not kept
+            for (name, tensor), (seen, kept) in zip(self._tensors.items(), self._seen, strict=True)
+        ):
+            metadata = [ParamMeta(name, t.dtype, tuple(t.shape)) for name, t in self._tensors.items()]
+            self._seen = list(self._tensors.items())
+            if metadata != self._metadata:
+                self._metadata = metadata
+        return self._metadata
+
+    def iter_full(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """See `WeightSource.iter_full`."""
+        yield from self._tensors.items()
+
+    def resident(self) -> Mapping[str, torch.Tensor]:
+        """See `WeightSource.resident`."""
+        return self._tensors
+
+
+def _is_sharded(tensor: torch.Tensor) -> bool:
+    return hasattr(tensor, "full_tensor")
+
+
+class ModuleSource(WeightSource):
+    """A live module's parameters and persistent buffers, under their names in its `state_dict`.
+
+    A tied parameter travels once, under its first name. A DTensor (FSDP2, tensor parallel) travels as its
+    `full_tensor()`, gathered when its turn comes; all ranks of the trainer have to iterate.
+
+    Args:
+        module: The module; it may be trained between pushes, and get other tensors.
+        rename: Wire name of a state_dict name; None leaves the tensor out.
+    """
+
+    def __init__(self, module: nn.Module, rename: Callable[[str], str | None] | None = None) -> None:
+        self._module = module
+        self._rename = rename
+        self._slots: dict[str, tuple[dict[str, Any], str]] = {}
+        self._kept: dict[str, torch.Tensor] = {}
+        self._metadata: list[ParamMeta] = []
+        self._sizes: list[tuple[dict[str, Any], int]] = []
+
+    def _find_slots(self) -> None:
+        """Remembers in which dict each tensor stands, so that a push need not walk the module."""
+        seen: set[int] = set()
+        self._slots, self._sizes = {}, []
+        for prefix, module in self._module.named_modules():
+            transient = module._non_persistent_buffers_set
+            for table in (module._parameters, module._buffers):
+                self._sizes.append((table, len(table)))
+                for key, tensor in table.items():
+                    if tensor is None or id(tensor) in seen or (table is module._buffers and key in transient):
+                        continue
+                    seen.add(id(tensor))
+                    name: str | None = f"{prefix}.{key}" if prefix else key
+                    if self._rename is not None:
+                        name = self._rename(str(name))
+                    if name is None:
+                        continue
+                    if name in self._slots:
+                        raise ManifestError(f"two tensors are renamed to {name!r}", names=[name])
+                    self._slots[name] = (table, key)
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        if not self._sizes or any(len(table) != size for table, size in self._sizes):
+            self._find_slots()
+        tensors = {name: table[key] for name, (table, key) in self._slots.items()}
+        if any(tensor is None for tensor in tensors.values()):
+            self._find_slots()
+            tensors = {name: table[key] for name, (table, key) in self._slots.items()}
+        return tensors
+
+    @property
+    def metadata(self) -> list[ParamMeta]:
+        """See `WeightSource.metadata`."""
+        tensors = self._tensors()
+        same = len(tensors) == len(self._kept) and all(map(_is, tensors.values(), self._kept.values()))
+        if not same:
+            self._kept = tensors
+            metadata = [ParamMeta(name, t.dtype, tuple(t.shape)) for name, t in tensors.items()]
+            if metadata != self._metadata:
+                self._metadata = metadata
+        return self._metadata
+
+    def iter_full(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """See `WeightSource.iter_full`."""
+        for name, tensor in self._tensors().items():
+            detached: Any = tensor.detach()
+            yield name, detached.full_tensor() if _is_sharded(detached) else detached
+
+    def resident(self) -> Mapping[str, torch.Tensor] | None:
+        """See `WeightSource.resident`: None as soon as one tensor is sharded."""
+        tensors = self._tensors()
+        return None if any(map(_is_sharded, tensors.values())) else tensors
+
+
+def _is(a: object, b: object) -> bool:
+    return a is b
+
+
+class CheckpointSource(WeightSource):
+    """Safetensors on disk, read anew at each push, one tensor in memory at a time.
+
+    Args:
+        path: A `.safetensors` file, or a folder with `model.safetensors.index.json` or with `*.safetensors` files.
+
+    Raises:
+        ManifestError: There is no such checkpoint, or the index names a tensor that its file lacks.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self._path = Path(path)
+        self._metadata: list[ParamMeta] = []
+        self._stamp: list[tuple[str, int, int]] = []
+        self._files: list[tuple[Path, list[str]]] = []
+
+    def _names_by_file(self) -> list[tuple[Path, list[str] | None]]:
+        """Files in order, with the names that the index gives them (None: all)."""
+        if self._path.is_file():
+            return [(self._path, None)]
+        index = self._path / "model.safetensors.index.json"
+        if index.is_file():
+            names: dict[str, list[str]] = {}
+            for name, file in json.loads(index.read_text())["weight_map"].items():
+                names.setdefault(file, []).append(name)
+            return [(self._path / file, listed) for file, listed in sorted(names.items())]
+        files = sorted(self._path.glob("*.safetensors"))
+        if not files:
+            raise ManifestError(f"no safetensors checkpoint at {self._path}")
+        return [(file, None) for file in files]
+
+    @property
+    def metadata(self) -> list[ParamMeta]:
+        """See `WeightSource.metadata`; read from the files' headers, again when a file changed."""
+        from safetensors import safe_open
+
+        listed = self._names_by_file()
+        if missing := [str(file) for file, _ in listed if not file.is_file()]:
+            raise ManifestError(f"files of the checkpoint are missing: {', '.join(missing)}")
+        stamp = [(str(f), f.stat().st_mtime_ns, f.stat().st_size) for f, _ in listed]
+        if stamp != self._stamp:
+            self._files, metadata = [], []
+            for file, names in listed:
+                with safe_open(file, framework="pt") as reader:
+                    present = set(reader.keys())
+                    chosen = sorted(present) if names is None else names
+                    if lost := [name for name in chosen if name not in present]:
+                        raise ManifestError(f"{file} lacks tensors that the index gives it", names=lost)
+                    for name in chosen:
+                        part = reader.get_slice(name)
+                        metadata.append(ParamMeta(name, _SAFETENSORS[part.get_dtype()], tuple(part.get_shape())))
+                self._files.append((file, chosen))
+            self._stamp = stamp
+            if metadata != self._metadata:
+                self._metadata = metadata
+        return self._metadata
+
+    def iter_full(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """See `WeightSource.iter_full`."""
+        from safetensors import safe_open
+
+        _ = self.metadata
+        for file, names in self._files:
+            with safe_open(file, framework="pt") as reader:
+                for name in names:
+                    yield name, reader.get_tensor(name)
+
+
+# The names that safetensors headers use.
+_SAFETENSORS = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}

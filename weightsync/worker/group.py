@@ -1,0 +1,124 @@
+"""Several endpoints as one: the ranks of one engine, or several engines of one push.
+
+A call goes to all at the same time. A finish is two-phase: every rank runs its hooks and audit, and only when all have, any of them
+publishes; else all abort. So no rank ever serves a version that another one failed to reach.
+
+    engine = EndpointGroup([Receiver(model_0, engine="e", rank=0, world=2), Receiver(model_1, engine="e", rank=1, world=2)])
+    serve(engine, port=8000)
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from weightsync.control import ABORT, FINISH, Abort, Endpoint, Finish, Json, decode, encode, primary_error
+from weightsync.errors import ProtocolError, TransportTimeout
+
+ABORT_SECONDS = 2.0
+_MARGIN_SECONDS = 0.5
+
+
+def in_thread(function: Callable[..., Any], *arguments: object) -> Future[Any]:
+    """Runs a call on a daemon thread, so that one which never returns does not keep the process alive."""
+    future: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(function(*arguments))
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="weightsync-call", daemon=True).start()
+    return future
+
+
+def result_within(future: Future[Any], seconds: float, what: str) -> Any:
+    """A future's result.
+
+    Raises:
+        TransportTimeout: It did not come within `seconds`.
+        BaseException: What the call raised.
+    """
+    try:
+        return future.result(timeout=max(seconds, 0))
+    except TimeoutError as error:
+        if future.done():
+            raise
+        raise TransportTimeout(f"{what} did not answer in {seconds:g} s") from error
+
+
+class EndpointGroup:
+    """Calls all endpoints at once and merges their answers.
+
+    Args:
+        endpoints: At least one; closed with the group.
+    """
+
+    def __init__(self, endpoints: Sequence[Endpoint]) -> None:
+        if not endpoints:
+            raise ProtocolError("a push needs at least one engine")
+        self._endpoints = tuple(endpoints)
+
+    def call(self, route: str, body: Json, deadline_seconds: float) -> Json:
+        """See `control.Endpoint.call`. The answer lists the ranks of all endpoints, in order.
+
+        Raises:
+            WeightSyncError: If any endpoint failed: the error that says most; the others are its notes.
+        """
+        if len(self._endpoints) == 1:
+            return self._endpoints[0].call(route, body, deadline_seconds)
+        if route == FINISH and body.get("phase", "commit") == "commit":
+            return self._commit(body, deadline_seconds)
+        return self._fan_out(route, body, deadline_seconds)
+
+    def _commit(self, body: Json, deadline_seconds: float) -> Json:
+        finish = decode(Finish, {key: value for key, value in body.items() if key != "weight_version"})
+        try:
+            self._fan_out(FINISH, {**body, "phase": "prepare"}, deadline_seconds)
+        except BaseException as error:
+            self.abort(Abort(finish.session_id, f"another rank could not finish: {error}"))
+            raise
+        return self._fan_out(FINISH, {**body, "phase": "publish"}, deadline_seconds)
+
+    def abort(self, message: Abort, route: str = ABORT) -> None:
+        """Aborts on every endpoint that answers within two seconds; one that does not is left to its own deadline.
+
+        Args:
+            message: What is given up, and why.
+            route: `ABORT`, or `SHUTDOWN` for a trainer that leaves.
+        """
+        futures = [in_thread(e.call, route, encode(message), ABORT_SECONDS) for e in self._endpoints]
+        end = time.monotonic() + ABORT_SECONDS
+        for future in futures:
+            try:
+                future.exception(timeout=max(end - time.monotonic(), 0))
+            except TimeoutError:
+                continue
+
+    def _fan_out(self, route: str, body: Json, deadline_seconds: float) -> Json:
+        futures = [in_thread(e.call, route, body, deadline_seconds) for e in self._endpoints]
+        end = time.monotonic() + deadline_seconds + _MARGIN_SECONDS
+        ranks: list[Any] = []
+        failures: list[BaseException] = []
+        for future in futures:
+            try:
+                answer = result_within(future, end - time.monotonic(), f"{route} on one of {len(futures)} endpoints")
+                ranks.extend(answer.get("ranks", []))
+            except Exception as error:
+                failures.append(error)
+        if failures:
+            first = primary_error(failures)
+            for other in failures:
+                if other is not first:
+                    first.add_note(f"another endpoint: {type(other).__name__}: {other}")
+            raise first
+        return {"ranks": ranks}
+
+    def close(self) -> None:
+        """Closes every endpoint."""
+        for endpoint in self._endpoints:
+            endpoint.close()

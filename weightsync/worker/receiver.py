@@ -1,0 +1,449 @@
+"""One rank of an engine: answers control calls, takes the bytes, and decides who may push.
+
+    idle --init--> joined --start--> updating --finish prepare--> prepared --publish--> joined
+                     ^                  |  any failure, abort, silence of the trainer      |
+                     +--- (init) idle <-+--------------------------------------------------+
+
+One trainer owns the session; a second is refused while the first was heard of within its deadline. After a failure both sides forget
+everything they agreed on, so the next push, of the same trainer or another, starts with a handshake. A push that its trainer
+left behind is aborted when the deadline passes without a word.
+
+    receiver = Receiver({"model": model, "draft": draft})
+    serve(receiver, port=8000)                                   # or TrainerClient(source, receiver), in one process
+    with receiver.serving():
+        model(tokens)                                            # never sees half an update
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from weightsync import control
+from weightsync.control import Abort, Accept, Check, Facts, Finish, Hello, Json, Start, TargetAccept, Update
+from weightsync.errors import ManifestError, ProtocolError, ReloadError, TransportError, TransportTimeout
+from weightsync.manifest import Manifest
+from weightsync.transport.base import Link, Mine, missing_targets
+from weightsync.transport.choose import local_facts, make_link
+from weightsync.worker.gate import TORN, Gate
+from weightsync.worker.push import Push, TargetPlan, live_version, plan_target, reload_state
+
+MAX_DEADLINE_SECONDS = 3600.0
+MAX_BUCKET_BYTES = 4 << 30
+UPDATING, PAUSED = "updating", "paused"
+_numbers = itertools.count()
+
+
+@dataclass
+class _Session:
+    """What one trainer and this rank agreed on."""
+
+    hello: Hello
+    plans: dict[str, TargetPlan]
+    heard: float = field(default_factory=time.monotonic)
+    link: Link | None = None
+    generation: str = ""
+
+    def silence(self) -> float:
+        return time.monotonic() - self.heard
+
+
+class Receiver:
+    """One rank of an engine.
+
+    Args:
+        targets: The model, or target name -> model. A push names its targets.
+        engine: Names the engine; ranks of one engine share it. Default: unique in this process.
+        rank: Rank within the engine.
+        world: Number of ranks of the engine.
+        rollback: `"none"`, `"host"` or `"device"`: where a push keeps old bytes so that a failure can restore them.
+        ignore: fnmatch patterns of wire names to ignore.
+        formats: Scale and storage formats by name, compared with the trainer's.
+        ready: Says why no update may start now (weights asleep, say), None if one may.
+        on_publish: Called with the version before it goes live: drop caches that were computed from old weights here.
+        gate_seconds: How long an update waits for running passes, and a pass for a running update.
+    """
+
+    def __init__(
+        self,
+        targets: nn.Module | Mapping[str, nn.Module],
+        *,
+        engine: str | None = None,
+        rank: int = 0,
+        world: int = 1,
+        rollback: str = "none",
+        ignore: Sequence[str] = (),
+        formats: Mapping[str, str] | None = None,
+        ready: Callable[[], str | None] | None = None,
+        on_publish: Sequence[Callable[[int], None]] = (),
+        gate_seconds: float = 30.0,
+    ) -> None:
+        if not 0 <= rank < world:
+            raise ProtocolError(f"rank {rank} is outside a world of {world}")
+        self.targets = {"model": targets} if isinstance(targets, nn.Module) else dict(targets)
+        self.engine = engine or f"{socket.gethostname()}:{os.getpid()}:{next(_numbers)}"
+        self.rank, self.world = rank, world
+        self.device = _device_of(self.targets.values())
+        self._rollback, self._ignore = rollback, tuple(ignore)
+        self._formats = dict(formats or {})
+        self._ready, self._on_publish = ready, tuple(on_publish)
+        self._gate, self._gate_seconds = Gate(), gate_seconds
+        self._turn = threading.Lock()  # held by the one call that may change a session or a model
+        self._guard = threading.Lock()  # held for a moment to look at or set the fields below
+        self._session: _Session | None = None
+        self._push: Push | None = None
+        self._cancelled: str | None = None
+        self._busy = 0
+        self._handlers: dict[str, Callable[[Json], Json]] = {
+            control.INIT: lambda body: self._init(control.decode(Hello, body.get("init_info"))),
+            control.START: lambda body: self._start(control.decode(Start, body.get("start_info"))),
+            control.UPDATE: lambda body: self._update(control.decode(Update, body.get("update_info"))),
+            control.FINISH: self._finish,
+            control.ABORT: lambda body: self._abort(control.decode(Abort, body)),
+            control.SHUTDOWN: lambda body: self._shutdown(control.decode(Abort, body)),
+            control.INFO: lambda body: self.info(),
+            control.CHECKER: lambda body: self._check(control.decode(Check, body)),
+            control.PAUSE: lambda body: self._pause(body),
+            control.RESUME: lambda body: self._resume(),
+            control.IS_PAUSED: lambda body: {"is_paused": self._gate.is_closed_for(PAUSED)},
+            control.HEALTH: lambda body: {"status": "ok"},
+        }
+
+    # ---- for the engine ------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def serving(self) -> Iterator[None]:
+        """Around a forward pass: it never sees half an update, and no torn model answers.
+
+        Raises:
+            TornModelError: The model is torn.
+            ReloadError: An update or a pause lasts longer than `gate_seconds`.
+        """
+        with self._gate.passing(self._gate_seconds):
+            yield
+
+    @property
+    def state(self) -> str:
+        """`"torn"` if any target is, else `"loading"` if any is, else `"live"`."""
+        states = {reload_state(model) for model in self.targets.values()}
+        return next((state for state in ("torn", "loading") if state in states), "live")
+
+    @property
+    def version(self) -> int | None:
+        """The live version of target `"model"`, or of the first target; None before the first push."""
+        model = self.targets.get("model", next(iter(self.targets.values())))
+        return live_version(model)
+
+    def info(self) -> Json:
+        """What `/weight_info` says of this rank."""
+        session = self._session
+        return {
+            "engine": self.engine,
+            "rank": self.rank,
+            "world": self.world,
+            "weight_version": self.version,
+            "state": self.state,
+            "targets": {n: {"version": live_version(m), "state": reload_state(m)} for n, m in self.targets.items()},
+            "session": None if session is None else {"trainer": session.hello.trainer, "silence": session.silence()},
+            "bytes_loaded": 0 if self._push is None else self._push.bytes_loaded,
+            "is_paused": self._gate.is_closed_for(PAUSED),
+        }
+
+    def close(self) -> None:
+        """Ends any session: a push under way is aborted, the connection closed."""
+        self._cancelled = "the receiver is closed"
+        with self._take_turn(self._gate_seconds):
+            self._drop("the receiver is closed")
+
+    # ---- calls ---------------------------------------------------------------------------------------------------
+
+    def call(self, route: str, body: Json, deadline_seconds: float) -> Json:
+        """See `control.Endpoint.call`."""
+        handler = self._handlers.get(route)
+        if handler is None:
+            raise ProtocolError(f"unknown route {route!r}; known: {', '.join(self._handlers)}")
+        with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
+            return {"ranks": [handler(body)]}
+
+    @contextmanager
+    def _take_turn(self, seconds: float) -> Iterator[None]:
+        if not self._turn.acquire(timeout=seconds):
+            raise TransportTimeout(f"another call holds {self.engine}/{self.rank} for more than {seconds:g} s")
+        try:
+            yield
+        finally:
+            self._turn.release()
+
+    @contextmanager
+    def _owned(self, session_id: str) -> Iterator[_Session]:
+        """A call of the owner's: counted as a sign of life, and never alongside another."""
+        session = self._session
+        self._refuse_stranger(session_id)
+        if session is None:
+            raise ReloadError(
+                f"{self.engine}/{self.rank} knows no session {session_id}; init_weight_transfer_engine first"
+            )
+        with self._guard:
+            self._busy += 1
+        try:
+            with self._take_turn(session.hello.deadline_seconds):
+                if self._session is not session:
+                    raise ReloadError(f"session {session_id} has ended: {self._cancelled or 'it was given up'}")
+                yield session
+        finally:
+            with self._guard:
+                self._busy -= 1
+                session.heard = time.monotonic()
+
+    def _refuse_stranger(self, session_id: str) -> None:
+        session = self._session
+        if session is not None and session.hello.session_id != session_id:
+            raise ReloadError(
+                f"{self.engine}/{self.rank} belongs to trainer {session.hello.trainer}, silent for {session.silence():.1f} s; "
+                f"another may join once it was silent for {session.hello.deadline_seconds:g} s, or after it closes"
+            )
+
+    def _init(self, hello: Hello) -> Json:
+        if hello.protocol != control.PROTOCOL_VERSION:
+            raise ProtocolError(f"the trainer speaks protocol {hello.protocol}, this engine {control.PROTOCOL_VERSION}")
+        if not 0 < hello.deadline_seconds <= MAX_DEADLINE_SECONDS:
+            raise ProtocolError(
+                f"deadline_seconds must be in (0, {MAX_DEADLINE_SECONDS:g}], got {hello.deadline_seconds}"
+            )
+        if not 256 <= hello.bucket_bytes <= MAX_BUCKET_BYTES:
+            raise ProtocolError(f"bucket_bytes must be in [256, {MAX_BUCKET_BYTES}], got {hello.bucket_bytes}")
+        if error := missing_targets(list(hello.targets), list(self.targets)):
+            raise error
+        for name in hello.formats.keys() & self._formats.keys():
+            if hello.formats[name] != self._formats[name]:
+                raise ManifestError(
+                    f"format {name!r}: the trainer sends {hello.formats[name]!r}, this engine takes {self._formats[name]!r}"
+                )
+        control.decode(Facts, hello.facts)
+        session = self._session
+        with self._guard:
+            free = session is None or (not self._busy and session.silence() > session.hello.deadline_seconds)
+        if not free:
+            self._refuse_stranger(hello.session_id)
+        with self._take_turn(hello.deadline_seconds):
+            if self._session is not session:
+                self._refuse_stranger(hello.session_id)
+            self._drop(f"trainer {hello.trainer} joins")
+            manifests = {target: Manifest.from_rows(rows) for target, rows in hello.targets.items()}
+            plans = {
+                target: plan_target(self.targets[target], manifest, hello.mode, hello.scope, self._ignore)
+                for target, manifest in manifests.items()
+            }
+            self._session = _Session(hello, plans)
+        accept = Accept(
+            protocol=control.PROTOCOL_VERSION,
+            session_id=hello.session_id,
+            engine=self.engine,
+            rank=self.rank,
+            world=self.world,
+            version=max((v for t in plans if (v := live_version(self.targets[t])) is not None), default=None),
+            state=self.state,
+            bucket_bytes=hello.bucket_bytes,
+            targets={target: control.encode(_target_accept(plan)) for target, plan in plans.items()},
+            facts=control.encode(local_facts(self.device)),
+        )
+        return control.encode(accept)
+
+    def _start(self, start: Start) -> Json:
+        with self._owned(start.session_id) as session, self._failing(session):
+            if self._push is not None:
+                raise ReloadError("a weight update is under way already; finish or abort it first")
+            if self._ready is not None and (reason := self._ready()):
+                raise ReloadError(f"no weight update can start now: {reason}")
+            own = start.per_rank.get(f"{self.engine}/{self.rank}")
+            if not isinstance(own, dict):
+                raise ProtocolError(f"the start call has no part for rank {self.engine}/{self.rank}")
+            self._check_plans(session, own)
+            self._gate.close(UPDATING, min(self._gate_seconds, session.hello.deadline_seconds))
+            hello = session.hello
+            self._cancelled = None
+            self._push = Push(
+                self.targets, session.plans, hello.mode, hello.scope, self._rollback, self._ignore, start.version
+            )
+            if start.generation != session.generation:
+                self._connect(session, start, own)
+            threading.Thread(
+                target=self._watch, args=(self._push, session), name="weightsync-watch", daemon=True
+            ).start()
+        return {}
+
+    def _check_plans(self, session: _Session, own: Json) -> None:
+        plans = own.get("plans")
+        for target, plan in session.plans.items():
+            told = plans.get(target) if isinstance(plans, dict) else None
+            if told != plan.plan_hash:
+                raise ProtocolError(
+                    f"target {target!r}: the trainer goes by plan {told}, this rank by plan {plan.plan_hash}"
+                )
+
+    def _connect(self, session: _Session, start: Start, own: Json) -> None:
+        if start.offer is None:
+            raise ProtocolError(f"offer {start.generation} is not connected here, and the start call does not carry it")
+        transport = start.offer.get("transport")
+        if session.link is None:
+            session.link = make_link(transport, self.device)
+        mine = {target: Mine(plan.manifest, plan.owned) for target, plan in session.plans.items()}
+        own_offer = own.get("offer", {})
+        if not isinstance(own_offer, dict):
+            raise ProtocolError(f"the rank's part of the offer must be an object, got {own_offer!r:.80}")
+        session.link.connect(start.offer, own_offer, mine, session.hello.deadline_seconds)
+        session.generation = start.generation
+
+    def _update(self, update: Update) -> Json:
+        with self._owned(update.session_id) as session, self._failing(session):
+            push = self._current(session)
+            if error := missing_targets([update.target], list(session.plans)):
+                raise error
+            if session.link is None:
+                raise ProtocolError("no transport is connected")
+            own = update.per_rank.get(f"{self.engine}/{self.rank}", {})
+            before = push.bytes_loaded
+            for bucket, buffer in session.link.receive(update.target, update.names, update.data, own):
+                if self._cancelled is not None:
+                    raise ReloadError(f"the update was aborted: {self._cancelled}")
+                push.load(update.target, bucket, buffer)
+            if self.device.type == "cuda":
+                torch.cuda.current_stream(self.device).synchronize()  # the trainer may overwrite once this is answered
+            return {"bytes": push.bytes_loaded - before}
+
+    def _finish(self, body: Json) -> Json:
+        finish = control.decode(Finish, {key: value for key, value in body.items() if key != "weight_version"})
+        with self._owned(finish.session_id) as session, self._failing(session):
+            push = self._current(session)
+            told = body.get("weight_version")
+            if told is not None and told != push.version:
+                raise ReloadError(f"the push was started for version {push.version}, finish says {told!r}")
+            if finish.phase not in ("commit", "prepare", "publish"):
+                raise ProtocolError(f"unknown phase {finish.phase!r}; known: commit, prepare, publish")
+            if finish.phase != "publish":
+                push.prepare()
+            if finish.phase == "prepare":
+                return {"engine": self.engine, "rank": self.rank, "prepared": True}
+            for callback in self._on_publish:
+                callback(push.version)
+            reports = push.publish()
+            self._push = None
+            self._gate.open(TORN)
+            self._gate.open(UPDATING)
+        return {"engine": self.engine, "rank": self.rank, "version": push.version, "targets": reports}
+
+    def _abort(self, abort: Abort) -> Json:
+        if not abort.force:
+            self._refuse_stranger(abort.session_id or "")
+        session = self._session
+        if session is not None:
+            self._cancelled = abort.reason
+            with self._take_turn(session.hello.deadline_seconds):
+                if self._session is session:
+                    self._drop(abort.reason)
+        return {"engine": self.engine, "rank": self.rank, "state": self.state, "version": self.version}
+
+    def _shutdown(self, abort: Abort) -> Json:
+        return self._abort(abort)
+
+    def _check(self, check: Check) -> Json:
+        from weightsync.verify import fingerprint
+
+        with self._take_turn(self._gate_seconds):
+            found: dict[str, Any] = {}
+            for target, model in self.targets.items():
+                found |= {f"{target}.{path}": row[-1] for path, row in fingerprint(model).rows.items()}
+        if check.action == "checksum":
+            return {"checksums": found}
+        if check.action != "compare" or check.baseline is None:
+            raise ProtocolError(f"weight_checker knows checksum and compare (with a baseline), got {check.action!r}")
+        baseline = check.baseline
+        mismatches = sorted(key for key in found.keys() | baseline.keys() if found.get(key) != baseline.get(key))
+        return {"match": not mismatches, "mismatches": mismatches}
+
+    def _pause(self, body: Json) -> Json:
+        mode = body.get("mode", "wait")
+        if mode not in ("wait", "keep"):
+            raise ProtocolError(f"pause knows modes wait and keep, got {mode!r}: requests belong to the engine above")
+        self._gate.close(PAUSED, self._gate_seconds)
+        return {"status": "paused"}
+
+    def _resume(self) -> Json:
+        self._gate.open(PAUSED)
+        return {"status": "resumed"}
+
+    # ---- failure -------------------------------------------------------------------------------------------------
+
+    def _current(self, session: _Session) -> Push:
+        if self._push is None:
+            raise ReloadError("no weight update was started; call start_weight_update first")
+        return self._push
+
+    @contextmanager
+    def _failing(self, session: _Session) -> Iterator[None]:
+        """Any error inside ends the push and the session: old bytes come back, or the model is torn and says so."""
+        try:
+            yield
+        except BaseException as error:
+            self._drop(f"{type(error).__name__}: {error}")
+            raise
+
+    def _drop(self, reason: str) -> None:
+        """Forgets the session; needs the turn. Never raises for a peer that is gone."""
+        session, self._session = self._session, None
+        push, self._push = self._push, None
+        try:
+            if push is not None:
+                push.abort(reason)
+        finally:
+            if session is not None and session.link is not None:
+                session.link.close()
+            if self.state == "torn":
+                self._gate.shut(TORN)
+            self._gate.open(UPDATING)
+
+    def _watch(self, push: Push, session: _Session) -> None:
+        """Aborts the push when its trainer is silent for longer than its deadline."""
+        deadline = session.hello.deadline_seconds
+        while self._push is push:
+            left = deadline - session.silence()
+            with self._guard:
+                busy = self._busy > 0
+            if left <= 0 and not busy:
+                if self._turn.acquire(timeout=deadline):
+                    try:
+                        if self._push is push and not self._busy and session.silence() >= deadline:
+                            self._cancelled = f"the trainer was silent for {deadline:g} s"
+                            self._drop(self._cancelled)
+                    finally:
+                        self._turn.release()
+                continue
+            push.ended.wait(deadline if busy else max(left, 0.01))
+
+
+def _device_of(models: Sequence[nn.Module] | Any) -> torch.device:
+    devices = {t.device for model in models for t in itertools.chain(model.parameters(), model.buffers())}
+    devices.discard(torch.device("meta"))
+    if len(devices) > 1:
+        raise TransportError(f"one rank's targets must lie on one device, found {sorted(map(str, devices))}")
+    return next(iter(devices), torch.device("cpu"))
+
+
+def _target_accept(plan: TargetPlan) -> TargetAccept:
+    return TargetAccept(
+        manifest_hash=plan.manifest.hash,
+        plan_hash=plan.plan_hash,
+        owned=control.to_ranges(plan.owned),
+        ignored=control.to_ranges(plan.ignored),
+        interpreted=len(plan.interpreted),
+    )
