@@ -14,8 +14,8 @@ and whoever puts a tensor back must reach all of them. Paths read like Python:
     replace(model, "layers.0.kernel.scales['w13']", tensor)
     state = PythonState.capture(model); ...; state.restore()
 
-Not followed: weak references, dict keys, classes, and objects whose type belongs to torch, numpy or the standard
-library (their internals are not the model's), except the containers named above.
+Not followed: weak references, dict keys, classes, and objects whose type belongs to torch, numpy, the standard library
+or this package (their internals are not the model's), except the containers named above.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from weightsync.errors import LayoutError
 Kind = Literal["parameter", "buffer", "attribute"]
 
 _REGISTRIES = ("_parameters", "_buffers", "_modules")
-_FOREIGN = frozenset(sys.stdlib_module_names) | {"torch", "numpy", "triton"}
+_FOREIGN = frozenset(sys.stdlib_module_names) | {"torch", "numpy", "triton", "weightsync"}
 _CONTAINERS = (dict, list, tuple, set, frozenset, collections.deque, types.MappingProxyType)
 # Standard-library types that only hold what a user put there.
 _PLAIN_HOLDERS = (types.SimpleNamespace, collections.UserDict, collections.UserList)
@@ -99,6 +99,12 @@ def walk_module(module: torch.nn.Module, path: str) -> list[Slot]:
     """
     own = _visit_module(module, path, seen={}, hidden=[])
     return [_slot(found) for found in own if isinstance(found.value, torch.Tensor)]
+
+
+def holders(model: torch.nn.Module) -> list[Any]:
+    """Every module and helper object in `model`, each once: what can have methods of its own."""
+    plain = (torch.Tensor, *_CONTAINERS, *_CALLABLES)
+    return [found.value for found in _visit(model) if not isinstance(found.value, plain)]
 
 
 def replace(model: torch.nn.Module, path: str, tensor: torch.Tensor) -> None:

@@ -1,0 +1,234 @@
+"""How wire names get into a model: its own `load_weights`, found through wrappers, else a loader by name.
+
+    load = Loader(model)
+    load([(name, tensor), ...])              # in the model's own way
+    load.mapping                             # wire name -> name that was given to load_weights, where they differ
+
+Wrappers insert a component into paths: `torch.compile` adds `_orig_mod`, LoRA adds `base_layer`, data parallelism adds
+`module`. Names are tried as they are. Only a name that fails gets the components that the model's own tree has at that
+place, compared component by component, once.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+
+from weightsync.plan.ledger import Ledger
+from weightsync.reachable import holders, walk
+
+Weights = Iterable[tuple[str, torch.Tensor]]
+WRAPPERS = ("_orig_mod", "base_layer", "module")
+
+
+class Loader:
+    """Loads wire tensors into a model.
+
+    Attributes:
+        path: Path of the module whose `load_weights` is used; "" for the model itself.
+        is_default: Whether no module has a `load_weights`, so that names are parameter paths.
+        mapping: Wire names that have to be given to the loader under another name.
+    """
+
+    def __init__(self, model: torch.nn.Module, mapping: dict[str, str] | None = None) -> None:
+        self.path, self.module, own = _find(model)
+        self.is_default = own is None
+        self._load: Callable[[Weights], Any] = own or functools.partial(load_by_name, model)
+        self.mapping = dict(mapping or {})
+
+    def __call__(self, weights: Weights) -> Any:
+        """Loads `weights` in order, each under its mapped name, drawing them one at a time."""
+        return self._load((self.mapping.get(name, name), tensor) for name, tensor in weights)
+
+
+def _find(model: torch.nn.Module) -> tuple[str, torch.nn.Module, Callable[[Weights], Any] | None]:
+    """The module that loads, and its method: the outermost one, through wrappers that have a single child for it."""
+    path, node = "", model
+    while True:
+        own = getattr(type(node), "load_weights", None) or vars(node).get("load_weights")
+        if own is not None:
+            load: Callable[[Weights], Any] = node.load_weights  # type: ignore[assignment]
+            return path, node, load
+        inner = next((name for name in WRAPPERS if node._modules.get(name) is not None), None)
+        if inner is None:
+            return "", model, None
+        path, node = (f"{path}.{inner}" if path else inner), node._modules[inner]  # type: ignore[assignment]
+
+
+def load_by_name(model: torch.nn.Module, weights: Weights) -> None:
+    """Loads each tensor into the parameter or buffer of its name, through `weight_loader` if that has one.
+
+    A child module with a `load_weights` of its own gets the names below it, without the prefix. Wrapper components that
+    a name lacks are stepped through.
+
+    Raises:
+        KeyError: Nothing has that name.
+    """
+    for name, tensor in weights:
+        node, rest = model, name.split(".")
+        while True:
+            child = _child(node, rest[0]) if len(rest) > 1 else None
+            if child is None:
+                wrapped = next((name for name in WRAPPERS if node._modules.get(name) is not None), None)
+                if wrapped is None or _own(node, rest[0]) is not None:
+                    break
+                child, rest = node._modules[wrapped], ["", *rest]
+            node, rest = child, rest[1:]  # type: ignore[assignment]
+            own = getattr(node, "load_weights", None)
+            if own is not None:
+                break
+        own = getattr(node, "load_weights", None) if node is not model else None
+        if own is not None:
+            own([(".".join(rest), tensor)])
+            continue
+        target = _own(node, rest[0]) if len(rest) == 1 else None
+        if target is None:
+            raise KeyError(name)
+        loader = getattr(target, "weight_loader", None)
+        if loader is not None:
+            loader(target, tensor)
+        else:
+            copy_exactly(target, tensor)
+
+
+def copy_exactly(target: torch.Tensor, tensor: torch.Tensor) -> None:
+    """Copies a tensor of the same shape; unlike `copy_` alone it never broadcasts.
+
+    Raises:
+        ValueError: The shapes differ.
+    """
+    if target.shape != tensor.shape:
+        raise ValueError(f"expected shape {tuple(target.shape)}, got {tuple(tensor.shape)}")
+    target.data.copy_(tensor)
+
+
+def _child(node: torch.nn.Module, name: str) -> torch.nn.Module | None:
+    return node._modules.get(name)
+
+
+def _own(node: torch.nn.Module, name: str) -> torch.Tensor | None:
+    found = node._parameters.get(name)
+    return found if found is not None else node._buffers.get(name)
+
+
+def through_wrappers(root: torch.nn.Module, name: str) -> str:
+    """`name` with the wrapper components that `root`'s module tree has on its way; unchanged if there are none.
+
+    A component that the tree lacks (`q_proj` where the model fused `qkv_proj`) takes the wrapper of its siblings.
+    """
+    components = name.split(".")
+    node: torch.nn.Module | None = root
+    out: list[str] = []
+    for position, component in enumerate(components):
+        while node is not None and node._modules.get(component) is None and _own(node, component) is None:
+            wrapper = next((inner for inner in WRAPPERS if node._modules.get(inner) is not None), None)
+            if wrapper is None:
+                break
+            out.append(wrapper)
+            node = node._modules[wrapper]
+        out.append(component)
+        child = node._modules.get(component) if node is not None else None
+        if node is not None and child is None and position == len(components) - 2:
+            siblings = [
+                inner for sibling in node._modules.values() if sibling is not None for inner in sibling._modules
+            ]
+            wrapper = next((inner for inner in WRAPPERS if inner in siblings), None)
+            if wrapper is not None and components[-1] != wrapper:
+                out.append(wrapper)
+        node = child
+    return ".".join(out)
+
+
+def has_wrappers(root: torch.nn.Module) -> bool:
+    """Whether any module of the tree is a wrapper's child."""
+    return any(component in WRAPPERS for path, _ in root.named_modules() for component in path.split(".")[-1:])
+
+
+class Feed:
+    """The iterator that a dry run gives to `load_weights`: meta tensors, one name at a time, drawn at most once.
+
+    Attributes:
+        exhausted: Whether everything has been drawn.
+        drawn: Names drawn so far.
+    """
+
+    def __init__(self, ledger: Ledger, pending: Iterable[tuple[str, str, torch.Size, torch.dtype]]) -> None:
+        self._ledger = ledger
+        self._pending = iter(pending)
+        self.exhausted = False
+        self.drawn: list[str] = []
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return self
+
+    def __next__(self) -> tuple[str, torch.Tensor]:
+        try:
+            name, given, shape, dtype = next(self._pending)
+        except StopIteration:
+            self.exhausted, self._ledger.current = True, None
+            raise
+        tensor = torch.empty(shape, dtype=dtype, device="meta")
+        self._ledger.add_source(name, tensor)
+        self._ledger.current = name
+        self.drawn.append(name)
+        return given, tensor
+
+
+def observe(model: torch.nn.Module, ledger: Ledger) -> None:
+    """Shadows post-load hooks by nothing and `weight_loader`s by observers, on instances; `PythonState` undoes it."""
+    for holder in holders(model):
+        if callable(getattr(type(holder), "process_weights_after_loading", None)):
+            object.__setattr__(holder, "process_weights_after_loading", _nothing)
+        if isinstance(holder, torch.nn.Module) and callable(getattr(holder, "weight_loader", None)):
+            object.__setattr__(holder, "weight_loader", _observed(getattr(holder, "weight_loader"), ledger))  # noqa: B009  # mypy takes it for a tensor
+    seen: set[int] = set()
+    for slot in walk(model):
+        if id(slot.tensor) in seen:
+            continue
+        seen.add(id(slot.tensor))
+        attributes = getattr(slot.tensor, "__dict__", {})
+        for key in ("weight_loader", "_weight_loader"):
+            if callable(attributes.get(key)):
+                attributes[key] = _observed(attributes[key], ledger)
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    """Stands in for a post-load hook during a dry run."""
+
+
+def _observed(loader: Callable[..., Any], ledger: Ledger) -> Callable[..., Any]:
+    """`loader`, noting names that came with an `expert_id` and were not taken."""
+    try:
+        parameters = list(inspect.signature(loader).parameters)
+    except (TypeError, ValueError):
+        parameters = []
+    position = parameters.index("expert_id") if "expert_id" in parameters else None
+
+    def observed(*args: Any, **kwargs: Any) -> Any:
+        before = len(ledger.claims)
+        result = loader(*args, **kwargs)
+        expert = kwargs.get("expert_id")
+        if expert is None and position is not None and position < len(args):
+            expert = args[position]
+        if expert is not None and len(ledger.claims) == before and (result is None or result is False):
+            names = [ledger.name_of(item) for item in (*args, *kwargs.values()) if isinstance(item, torch.Tensor)]
+            for name in names:
+                if name is not None:
+                    ledger.foreign_experts[name] = expert
+        return result
+
+    functools.update_wrapper(observed, loader)
+    for name in (
+        "__self__",
+        "__func__",
+        "func",
+        "args",
+        "keywords",
+    ):  # what bound methods and partials let a caller ask for
+        if hasattr(loader, name):
+            setattr(observed, name, getattr(loader, name))
+    return observed

@@ -1,0 +1,404 @@
+"""The dry run: what a model's own loaders would do with the tensors of a manifest, found out without moving a byte.
+
+    recording = record(model, manifest)
+    recording.claims        # who writes which bytes of which destination
+    recording.names["layers.0.w1.weight"].treatment
+
+`load_weights` runs once over meta tensors (dry_run.py says what is noted and what is executed). If it raises, the name
+that was being loaded is to blame, and the same iterator is given to it again, so that one run finds every bad name.
+Names that depend on values run a second time with other placeholders, so that both sides of a branch are seen. Whatever
+happens, the model's Python state is put back.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import gc
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+from weightsync.errors import LayoutError, shown
+from weightsync.manifest import Manifest, ParamMeta
+from weightsync.plan.dry_run import DispatchMode, FunctionMode
+from weightsync.plan.foreign import Foreign
+from weightsync.plan.ledger import Ledger, storage_key
+from weightsync.plan.loading import Feed, Loader, has_wrappers, observe, through_wrappers
+from weightsync.plan.regions import Region
+from weightsync.plan.tally import overlaps
+from weightsync.plan.writes import Claim, Destination, NamePlan, Write, layout_text
+from weightsync.reachable import PythonState, Slot, walk
+
+Casts = Literal["refuse", "allow"]
+NUM_ERRORS = 200  # restarts of load_weights before a dry run gives up looking for more bad names
+_KIND_ORDER = {"parameter": 0, "buffer": 1, "attribute": 2}
+
+
+@dataclass
+class Recording:
+    """What a dry run found.
+
+    Attributes:
+        destinations: Live tensors that a load may write; parameters first, then buffers, then plain attributes.
+        claims: Every write, copied or computed.
+        names: What happens to each name; names that failed are not in it.
+        refusals: Per name, why its shape, dtype or loader cannot be accepted.
+        unexpected: Per name, why no destination takes it.
+        mapping: Wire name -> name that was given to the loader, where a wrapper made them differ.
+        live_reads: Paths of live tensors whose values the loader looked at: if they change, the plan is void.
+        notes: What else a reader of the plan should know.
+    """
+
+    destinations: tuple[Destination, ...]
+    claims: tuple[Claim, ...]
+    names: dict[str, NamePlan]
+    refusals: dict[str, list[str]] = field(default_factory=dict)
+    unexpected: dict[str, str] = field(default_factory=dict)
+    mapping: dict[str, str] = field(default_factory=dict)
+    live_reads: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def record(
+    model: torch.nn.Module, manifest: Manifest, *, ignore: Sequence[str] = (), casts: Casts = "refuse"
+) -> Recording:
+    """Dry-runs `model.load_weights` over the tensors of `manifest`. Executes no write and leaves no trace on the model.
+
+    Args:
+        model: The live model, or one whose staged modules hold meta placeholders.
+        manifest: What will be on the wire.
+        ignore: Patterns (`fnmatch`) of wire names that are not to be loaded.
+        casts: "refuse" makes an implicit change of dtype in a copy an error; "allow" lets the loader compute it.
+
+    Returns:
+        The findings, bad names among them: nothing is raised for those here.
+
+    Raises:
+        LayoutError: The loader writes live tensors in a way that can't be repeated name by name.
+    """
+    slots = walk(model)
+    destinations, tensors = find_destinations(slots)
+    ledger = Ledger(destinations, allow_casts=casts == "allow")
+    for index, tensor in enumerate(tensors):
+        ledger.add_destination(index, tensor)
+    ignored = {entry.name for entry in manifest if any(fnmatch.fnmatchcase(entry.name, pattern) for pattern in ignore)}
+    run = _Run(model, ledger, [entry for entry in manifest if entry.name not in ignored])
+    state = PythonState.capture(model)
+    try:
+        observe(model, ledger)
+        run.examine()
+        held = _held(ledger)
+        _note_new_tensors(model, slots, ledger)
+    finally:
+        state.restore()
+    recording = _conclude(run, held)
+    for name in ignored:
+        recording.names[name] = NamePlan(name, "ignored", "matches a pattern of ignore")
+    return recording
+
+
+def find_destinations(slots: Iterable[Slot]) -> tuple[list[Destination], list[torch.Tensor]]:
+    """Live tensors with distinct bytes, parameters first; slots of equal bytes become aliases of one destination."""
+    storages: dict[int, int] = {}
+    grouped: dict[tuple[int, Region], list[Slot]] = {}
+    for slot in sorted(slots, key=lambda slot: _KIND_ORDER[slot.kind]):
+        key = storage_key(slot.tensor) if slot.tensor.layout == torch.strided else 0
+        if key == 0:
+            continue  # sparse and storage-less tensors have no bytes that a copy could name
+        number = storages.setdefault(key, len(storages))
+        grouped.setdefault((number, Region.of(slot.tensor).coalesced()), []).append(slot)
+    destinations, tensors = [], []
+    for (number, _), (first, *others) in grouped.items():
+        destinations.append(_destination(first, number, tuple(slot.path for slot in others)))
+        tensors.append(first.tensor)
+    return destinations, tensors
+
+
+def _destination(slot: Slot, storage: int, aliases: tuple[str, ...] = (), late: bool = False) -> Destination:
+    tensor = slot.tensor
+    numel = getattr(tensor, "weight_loader_numel", None)
+    shape, region = tuple(tensor.shape), Region.of(tensor)
+    return Destination(slot.path, aliases, slot.module, slot.kind, shape, tensor.dtype, region, storage, numel, late)
+
+
+class _Run:
+    """Runs the loader until every name has been examined."""
+
+    def __init__(self, model: torch.nn.Module, ledger: Ledger, entries: list[ParamMeta]) -> None:
+        self.ledger = ledger
+        self.entries = {entry.name: entry for entry in entries}
+        self.loader = Loader(model)
+        self.failures: dict[str, tuple[bool, str]] = {}  # name -> (whether it was looked at, the loader's words)
+        self.mapping: dict[str, str] = {}
+        self._inference = any(parameter.is_inference() for parameter in model.parameters())
+        self._wrapped = has_wrappers(self.loader.module)
+
+    def examine(self) -> None:
+        """As-is names, then names through wrappers, then value-dependent names with other placeholders."""
+        self._load(list(self.entries), {}, max_errors=NUM_ERRORS if not self._wrapped else 8)
+        if self._wrapped:
+            self._retry_through_wrappers()
+        values = [name for name in self.ledger.value_reads if name in self.entries]
+        if values:
+            self.ledger.placeholder = 1
+            self._load(values, self.mapping, max_errors=len(values), keep_failures=False)
+
+    def _retry_through_wrappers(self) -> None:
+        written = self.written()
+        mapping = {
+            name: mapped
+            for name in self.entries
+            if name not in written and (mapped := through_wrappers(self.loader.module, name)) != name
+        }
+        if not mapping:
+            return
+        failures = {name: self.failures.pop(name) for name in mapping if name in self.failures}
+        self._load(list(mapping), mapping, max_errors=NUM_ERRORS)
+        written = self.written()
+        for name, mapped in mapping.items():
+            if name in written:
+                self.mapping[name] = mapped
+            elif name in failures:
+                self.failures[name] = failures[name]
+
+    def written(self) -> set[str]:
+        """Names that write something."""
+        return {name for claim in self.ledger.claims for name in claim.names}
+
+    def _load(self, names: list[str], mapping: dict[str, str], *, max_errors: int, keep_failures: bool = True) -> None:
+        """Gives `names` to the loader, again after each error, until all are drawn and no error is left."""
+        remaining = names
+        num_errors = 0
+        while remaining and num_errors < max_errors:
+            rows = [(self.entries[name], mapping.get(name, name)) for name in remaining]
+            feed = Feed(self.ledger, [(e.name, given, torch.Size(e.shape), e.dtype) for e, given in rows])
+            blamed: set[str] = set()
+            while num_errors < max_errors:
+                failed = self._attempt(feed, keep_failures)
+                if failed is None:
+                    return
+                num_errors += 1
+                blamed.add(failed)
+                if feed.exhausted:
+                    break
+            # The loader drew everything before it began, or failed at the last name: the rest comes again.
+            done = self.written() | set(self.failures) | blamed | self.ledger.touched
+            left = [name for name in remaining if name not in done]
+            remaining = left if len(left) < len(remaining) else []
+
+    def _attempt(self, feed: Feed, keep_failures: bool) -> str | None:
+        """One call of the loader; returns the name to blame if it raised."""
+        ledger = self.ledger
+        dispatch = DispatchMode(ledger)
+        gradients: AbstractContextManager[Any] = torch.inference_mode() if self._inference else torch.no_grad()
+        try:
+            with gradients, dispatch, FunctionMode(ledger, dispatch):
+                self.loader(feed)
+        except Exception as error:
+            name = _blame(error, ledger, self.entries)
+            if name is None:
+                raise LayoutError(f"load_weights failed before it loaded any weight: {_words(error)}") from error
+            if keep_failures and name not in ledger.value_reads:
+                self.failures.setdefault(name, (name in ledger.touched, _words(error)))
+            return name
+        return None
+
+
+def _words(error: Exception) -> str:
+    text = str(error)
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _blame(error: Exception, ledger: Ledger, entries: dict[str, ParamMeta]) -> str | None:
+    """The name whose tensor the innermost frame has at hand, else the one being loaded."""
+    found = None
+    trace = error.__traceback__
+    while trace is not None:
+        for value in trace.tb_frame.f_locals.values():
+            if isinstance(value, torch.Tensor):
+                found = ledger.name_of(value) or found
+        trace = trace.tb_next
+    return found or ledger.current or next(iter(reversed(list(ledger.touched))), None)
+
+
+def _held(ledger: Ledger) -> frozenset[str]:
+    """Names whose tensor the model still holds, now that the loader has returned."""
+    held = ledger.held()
+    if held:
+        gc.collect()  # reference cycles hold nothing on purpose
+        held = ledger.held()
+    return held
+
+
+def _note_new_tensors(model: torch.nn.Module, before: list[Slot], ledger: Ledger) -> None:
+    """Places that hold another tensor than before, or did not exist: rebound or registered late."""
+    old = {slot.path: slot for slot in before}
+    paths = {path: index for index, d in enumerate(ledger.destinations) for path in (d.path, *d.aliases)}
+    num_storages = 1 + max((d.storage for d in ledger.destinations), default=-1)
+    for slot in walk(model):
+        known = old.get(slot.path)
+        holding = ledger.of(slot.tensor)
+        writes = [(names, region) for names, region in ledger.claims_elsewhere(slot.tensor) if names]
+        if holding is not None and not writes and not holding.destinations and holding.names:
+            writes = [(holding.names, Region.of(slot.tensor))]
+        if not writes or (holding is not None and holding.destinations):
+            continue
+        names = frozenset().union(*(names for names, _ in writes))
+        ledger.rebound |= names
+        if known is None:
+            index = len(ledger.destinations)
+            ledger.destinations.append(_destination(slot, num_storages, late=True))
+            num_storages += 1
+            for writers, region in writes:
+                ledger.add_claim(Claim(tuple(sorted(writers)), index, region, None))
+            continue
+        index = paths[slot.path]
+        if known.tensor.shape != slot.tensor.shape or known.tensor.dtype != slot.tensor.dtype:
+            ledger.refuse_copy(names, known.tensor, slot.tensor, "its loader puts another tensor in place")
+        base = ledger.destinations[index].region
+        for writers, region in writes:
+            shifted = Region(region.offset - Region.of(slot.tensor).offset + base.offset,
+                             region.shape, region.strides, region.itemsize)  # fmt: skip
+            same = slot.tensor.stride() == known.tensor.stride()
+            ledger.add_claim(Claim(tuple(sorted(writers)), index, shifted if same else base, None))
+
+
+def _conclude(run: _Run, held: frozenset[str]) -> Recording:
+    """Turns the ledger into one `NamePlan` per name, and into refusals."""
+    ledger = run.ledger
+    _refuse_dependent(ledger)
+    by_name: dict[str, list[Claim]] = defaultdict(list)
+    for claim in ledger.claims:
+        for name in claim.names:
+            by_name[name].append(claim)
+    written_at = {claim.destination for claim in ledger.claims}
+    for reader, index in ledger.live_reads:
+        if reader is not None and index in written_at:
+            where = ledger.destinations[index].path
+            reason = f"its loader looks at the live value of {where}, which this load writes"
+            ledger.value_reads.setdefault(reader, reason)
+    together = _joint(ledger.claims)
+    names: dict[str, NamePlan] = {}
+    unexpected: dict[str, str] = {}
+    for name in run.entries:
+        touched, words = run.failures.get(name, (False, ""))
+        if words and (name in by_name or touched) and "KeyError" not in words:
+            entry = run.entries[name]
+            ledger.refuse([name], f"its loader raised {words} on {layout_text(entry.dtype, entry.shape)}")
+        elif words:
+            unexpected[name] = f"the loader raised {words}"
+        else:
+            plan = _plan_of(name, by_name.get(name, []), ledger, held, together.get(name, ()))
+            if plan is not None:
+                names[name] = plan
+    elsewhere = Foreign(run.loader.module, by_name, ledger.destinations)
+    for name in [n for n in run.entries if n not in names and n not in unexpected and n not in ledger.refusals]:
+        reason = elsewhere.why(name)
+        if reason:
+            names[name] = NamePlan(name, "skipped", reason)
+        else:
+            unexpected[name] = "load_weights took it and wrote nothing"
+    return Recording(
+        tuple(ledger.destinations), tuple(ledger.claims), names, dict(ledger.refusals), unexpected, run.mapping,
+        tuple(sorted({ledger.destinations[index].path for _, index in ledger.live_reads if index not in written_at})),
+        _notes(ledger),
+    )  # fmt: skip
+
+
+def _refuse_dependent(ledger: Ledger) -> None:
+    """Values computed from live bytes that this very load writes differ each time: no reload could repeat them."""
+    written: dict[int, list[Region]] = defaultdict(list)
+    for claim in ledger.claims:
+        written[ledger.destinations[claim.destination].storage].append(claim.region)
+    for names, live, target in ledger.dependent:
+        for index in live & {i for i in live if written[ledger.destinations[i].storage]}:
+            source, where = ledger.destinations[index], ledger.destinations[target].path
+            ledger.refuse(
+                names,
+                f"its loader computes {where} from the old bytes of {source.path}, which this load writes; "
+                "a reload would apply it to its own result",
+            )
+    for index, region in ledger.nameless:
+        number = ledger.destinations[index].storage
+        if any(
+            ledger.destinations[c.destination].storage == number and overlaps(c.region, region) for c in ledger.claims
+        ):
+            path = ledger.destinations[index].path
+            raise LayoutError(
+                f"{path}: load_weights writes it outside of any weight and weights write it too, so it can't be "
+                "repeated weight by weight; write it where its weight is loaded",
+                names=[path],
+            )
+
+
+def _joint(claims: Sequence[Claim]) -> dict[str, tuple[str, ...]]:
+    """Names that one value is computed from, closed over shared names."""
+    groups: dict[str, set[str]] = {}
+    for claim in claims:
+        if len(claim.names) > 1:
+            merged = set(claim.names).union(*(groups.get(name, ()) for name in claim.names))
+            for name in merged:
+                groups[name] = merged
+    return {name: tuple(sorted(group)) for name, group in groups.items()}
+
+
+def _plan_of(
+    name: str, claims: list[Claim], ledger: Ledger, held: frozenset[str], together: tuple[str, ...]
+) -> NamePlan | None:
+    """The plan of one name; None if it wrote nothing and nothing says why."""
+    indices = tuple(dict.fromkeys(claim.destination for claim in claims))
+    rebinds = name in ledger.rebound
+    if name in ledger.value_reads:
+        return NamePlan(name, "value_dependent", ledger.value_reads[name], (), indices, together, rebinds)
+    if not claims:
+        if name in held:
+            return NamePlan(name, "opaque", "the model keeps the tensor after loading it", (), (), together, rebinds)
+        if name in ledger.foreign_experts:
+            return NamePlan(name, "skipped", f"expert {ledger.foreign_experts[name]} is not on this rank")
+        return None
+    reason = _why_opaque(claims, ledger, name in held, rebinds, together)
+    if reason:
+        return NamePlan(name, "opaque", reason, (), indices, together, rebinds)
+    writes = tuple(
+        dict.fromkeys(Write(name, claim.destination, claim.region, claim.source) for claim in claims if claim.source)
+    )
+    return NamePlan(name, "copy", "", writes, indices)
+
+
+def _why_opaque(claims: list[Claim], ledger: Ledger, held: bool, rebinds: bool, together: tuple[str, ...]) -> str:
+    paths = shown(list(dict.fromkeys(ledger.destinations[claim.destination].path for claim in claims)), 2)
+    if rebinds:
+        return f"its loader puts another tensor in the place of {paths}"
+    if together:
+        return f"one value is computed from {shown(together, 3)}"
+    if any(claim.source is None for claim in claims):
+        return f"its loader computes what it writes to {paths}"
+    if held:
+        return "the model keeps the tensor after loading it"
+    distinct = list(dict.fromkeys((claim.destination, claim.region, claim.source) for claim in claims))
+    if len(distinct) > 1 and _overlap_each_other(
+        [region for _, region, _ in distinct], [d for d, _, _ in distinct], ledger
+    ):
+        return f"its loader writes some bytes of {paths} more than once"
+    return ""
+
+
+def _overlap_each_other(regions: list[Region], indices: list[int], ledger: Ledger) -> bool:
+    pairs: dict[int, list[Region]] = defaultdict(list)
+    for region, index in zip(regions, indices, strict=True):
+        mine = pairs[ledger.destinations[index].storage]
+        if any(overlaps(region, other) for other in mine):
+            return True
+        mine.append(region)
+    return False
+
+
+def _notes(ledger: Ledger) -> tuple[str, ...]:
+    paths = sorted({ledger.destinations[index].path for index, _ in ledger.nameless})
+    return (
+        (f"load_weights writes {shown(paths)} outside of any weight; a reload leaves that as it is",) if paths else ()
+    )
