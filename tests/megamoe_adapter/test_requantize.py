@@ -378,7 +378,6 @@ def test_a_shard_larger_than_a_slab_equals_its_parts_and_needs_no_large_temporar
                 self.num_bytes = max(self.num_bytes, out.untyped_storage().nbytes())
             return out
 
-    monkeypatch.setattr(requantize, "_SLAB_ELEMENTS", 1 << 15)
     for halves in ((GATE, UP), (None,)):
         stack = make_stack(halves, experts=1, rows=640)
         expected = [
@@ -388,7 +387,8 @@ def test_a_shard_larger_than_a_slab_equals_its_parts_and_needs_no_large_temporar
             )
             for shard in stack.shards
         ]
-        with Largest() as largest:
+        with monkeypatch.context() as patch, Largest() as largest:
+            patch.setattr(requantize, "_SLAB_ELEMENTS", 1 << 15)
             requantize_layer_("layer", [stack])
         assert largest.num_bytes <= 4 << 15
         for shard, (weight, scale) in zip(stack.shards, expected, strict=True):

@@ -111,6 +111,25 @@ def case_every_code_is_exact_under_a_power_of_two(device):
         assert torch.equal(got, shuffled.view(E4M3).double() * 2.0**exponent), exponent
 
 
+def case_ties_and_peaks_at_the_limit(device):
+    """Codes half way between two others, above the even one (17/16) and below it (3/2), normal and tiny; and peaks one
+    float32 step below, at and above 448 times a power of two."""
+    from megamoe_adapter import requantize_triton
+
+    limit = torch.tensor([1.75]).view(torch.int32)
+    steps = [(limit + step).view(torch.float32).item() for step in (-1, 0, 1)]
+    for factor in (1.0625, 1.5, 1.5 * 2.0**-127, 2.0**-130, 2.0**-133, *steps, steps[2] * 2.0**-60, steps[2] * 2.0**90):
+        stack, expected = make_stack(device, (None,)), make_stack("cpu", (None,))
+        for each in (stack, expected):
+            each.block_scale.fill_(factor)
+            codes = each.weight.view(torch.uint8)
+            codes[1, :, ::8] = 0x78  # a power of two, the peak of its group: the factor is the mantissa
+            codes[1].masked_fill_((codes[1] & 0x7F) > 0x78, 0)
+        requantize_triton.requantize_(stack)
+        reference_(expected)
+        assert_same(stack, expected)
+
+
 def case_flags(device):
     from megamoe_adapter import requantize_triton
 
