@@ -48,8 +48,8 @@ class ArrivalTracker:
     """Fresh weights and fresh scales of one layer's shards.
 
     The marks are two integers, one bit per shard. They are plain immutable attributes, so whoever restores a module's
-    Python state restores them too, walking a model for tensors costs nothing here, and a whole replayed plan is marked by
-    one `|=`.
+    Python state restores them too, walking a model for tensors costs nothing here, and a whole replayed plan is marked
+    by one `|=`.
 
     Args:
         num_slots: Local expert slots, redundant replicas included.

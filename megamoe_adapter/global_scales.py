@@ -196,7 +196,7 @@ class GlobalScales:
 
 
 def _scalars(*shape: int, device: torch.device | str | None) -> nn.Parameter:
-    return nn.Parameter(torch.zeros(*shape, dtype=torch.float32, device=device), requires_grad=False)
+    return nn.Parameter(torch.zeros(shape, dtype=torch.float32, device=device), requires_grad=False)
 
 
 def _data(module: nn.Module, name: str) -> torch.Tensor:
