@@ -85,11 +85,12 @@ def requantize_block_fp8(weight: torch.Tensor, scale: torch.Tensor) -> tuple[tor
     return out, scale_bytes
 
 
-def quantize_mxfp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_mxfp8(x: torch.Tensor, *, check: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
     """BF16 or float32 to MXFP8 with one rounding.
 
     Args:
         x: (N, K), K a multiple of 32.
+        check: Whether to refuse values that are not finite, which waits for a GPU and is impossible on meta tensors.
 
     Returns:
         As `requantize_block_fp8`.
@@ -97,17 +98,18 @@ def quantize_mxfp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     Raises:
         ValueError: K is not a multiple of 32, the dtype is another, or a value is not finite.
     """
-    groups = _float_matrix(x, GROUP).view(x.shape[0], -1, GROUP)
+    groups = _float_matrix(x, GROUP, check).view(x.shape[0], -1, GROUP)
     exponent = _exponent(groups.abs().amax(-1))
     weight = (groups * _power_of_two(127 - exponent).unsqueeze(-1)).to(torch.float8_e4m3fn)
     return weight.view(x.shape), exponent.to(torch.uint8)
 
 
-def quantize_block_fp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_block_fp8(x: torch.Tensor, *, check: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
     """BF16 or float32 to block FP8: E4M3 with one float32 scale `max |x| / 448` per 128x128.
 
     Args:
         x: (N, K); the last blocks may be partial.
+        check: As in `quantize_mxfp8`.
 
     Returns:
         float8_e4m3fn (N, K) and float32 (ceil(N / 128), ceil(K / 128)), at least 2**-126 so that it can divide.
@@ -115,7 +117,7 @@ def quantize_block_fp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     Raises:
         ValueError: Not a matrix of bfloat16 or float32, or a value is not finite.
     """
-    real = _float_matrix(x, 1)
+    real = _float_matrix(x, 1, check)
     rows, cols = x.shape
     padded = torch.nn.functional.pad(real, (0, -cols % BLOCK, 0, -rows % BLOCK))
     blocks = padded.view(padded.shape[0] // BLOCK, BLOCK, padded.shape[1] // BLOCK, BLOCK)
@@ -368,13 +370,13 @@ def _check_block_fp8(weight: torch.Tensor, scale: torch.Tensor) -> None:
         raise ValueError(f"the scale must be float32 {blocks}, got {scale.dtype} {tuple(scale.shape)}")
 
 
-def _float_matrix(x: torch.Tensor, multiple: int) -> torch.Tensor:
+def _float_matrix(x: torch.Tensor, multiple: int, check: bool) -> torch.Tensor:
     if x.dtype not in (torch.bfloat16, torch.float32) or x.ndim != 2 or x.shape[1] % multiple:
         raise ValueError(
             f"the source must be bfloat16 or float32 (N, K) with K a multiple of {multiple}, "
             f"got {x.dtype} {tuple(x.shape)}"
         )
-    if not bool(torch.isfinite(x).all()):
+    if check and not bool(torch.isfinite(x).all()):
         raise ValueError(
             f"{int((~torch.isfinite(x)).sum())} of {x.numel()} values are not finite; FP8 cannot hold them"
         )

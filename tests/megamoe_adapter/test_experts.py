@@ -288,6 +288,18 @@ def test_a_dry_run_sees_one_strided_copy_per_tensor_and_marks_nothing(fmt, sourc
     assert_same_bytes(byte_image(module), before)
 
 
+@pytest.mark.parametrize("fmt", ["sm100_mxfp8", "sm90_fp8"])
+def test_a_dry_run_of_bf16_that_is_quantised_on_arrival_sees_both_copies_and_reads_no_value(fmt):
+    module = build(fmt, "bf16")
+    rows, columns = module.intermediate, module.hidden
+    with Recorder() as recorder:
+        module.load("experts.1.up_proj.weight", torch.empty(rows, columns, dtype=torch.bfloat16, device="meta"))
+    live = {param.untyped_storage()._cdata for name, param in module.named_parameters() if name.startswith("w13")}
+    assert {destination.untyped_storage()._cdata for destination, _ in recorder.copies} == live
+    assert not {"_local_scalar_dense", "equal", "is_nonzero"} & set(recorder.others)
+    assert module.arrivals.fresh_weights == 0
+
+
 def test_loading_into_meta_parameters_marks_nothing():
     data = checkpoint("sm100_mxfp8", "block_fp8")
     module = build("sm100_mxfp8", "block_fp8")
