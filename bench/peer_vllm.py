@@ -42,6 +42,7 @@ class VllmReload:
     """vLLM's layerwise reload."""
 
     host = Host(quant_base=QuantizeMethodBase, attention_base=AttentionLayerBase)
+    refusals = (Exception,)  # it has no error classes of its own
 
     def cold_load(self, model: nn.Module, weights: Weights) -> None:
         record_metadata_for_reloading(model)

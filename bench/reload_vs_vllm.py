@@ -26,6 +26,7 @@ from torch import nn
 from toys_peer import Host, Outcome, Row, Weights, run_row
 
 import weightsync
+from weightsync.errors import WeightSyncError
 from weightsync.manifest import Manifest
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -42,6 +43,7 @@ class OurReload:
     """weightsync's reload in one mode."""
 
     host = Host(quant_base=object, attention_base=AttentionLike)
+    refusals = (WeightSyncError,)
 
     def __init__(self, mode: str) -> None:
         self.mode = mode

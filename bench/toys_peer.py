@@ -39,9 +39,15 @@ class Host:
 
 
 class Engine(Protocol):
-    """One side of the comparison."""
+    """One side of the comparison.
+
+    Attributes:
+        host: The base classes that it knows.
+        refusals: Errors that count as a refusal; any other one ends the comparison.
+    """
 
     host: Host
+    refusals: tuple[type[Exception], ...]
 
     def cold_load(self, model: nn.Module, weights: Weights) -> None:
         """The first load: load_weights, then the post-load hooks in the loader's order."""
@@ -196,12 +202,12 @@ def run_row(row: Row, engine: Engine) -> Outcome:
             _push(row, push, model, engine, outcome)
         except TrainerDied:
             engine.abort(model)
-        except Exception as error:
+        except engine.refusals as error:
             outcome.error = outcome.error or f"{type(error).__name__}: {' '.join(str(error).split())}"
             engine.abort(model)
     try:
         outcome.live = _values(row.observe(model))
-    except Exception as error:
+    except engine.refusals as error:
         outcome.error = outcome.error or f"{type(error).__name__}: {error}"
     for key, (storage, dtype, offset, shape, stride) in noted.items():
         view = torch.empty(0, dtype=dtype).set_(storage, offset, shape, stride)
