@@ -32,6 +32,7 @@ from megamoe_adapter import layout
 from megamoe_adapter.formats import FORMATS, SOURCES, Conversion, Format, ScaleStorage, Source, conversion
 from megamoe_adapter.names import SHARDS
 from megamoe_adapter.requantize import (
+    E4M3_NAN,
     StagedShards,
     expand_scale_bytes,
     quantize_block_fp8,
@@ -233,7 +234,9 @@ class Bank:
         else:
             weight, scale = quantize_block_fp8(tensor, check=False)
             layout.block_scale_rows(self.tensor(module, "weight_scale_inv", shard), slot, half).copy_(scale)
-        return weight
+        # Torch releases differ in what infinity becomes; a NaN code is what finish looks for.
+        codes = weight.view(torch.uint8).masked_fill(~torch.isfinite(tensor), E4M3_NAN)
+        return codes.view(weight.dtype)
 
     def _load_scale(self, scale: torch.Tensor, shard: str, slot: int, tensor: torch.Tensor) -> None:
         rows, columns = self.shard_shape(shard)

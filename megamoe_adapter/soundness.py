@@ -8,7 +8,7 @@ only if something is wrong are shards looked at one by one, to be named. Shards 
     E4M3 weight        NaN codes 0x7f and 0xff
     BF16 weight        NaN, inf
     float32 scale      NaN, inf, negative                (zero is legal: a zero block)
-    UE8M0 scale        byte 255, which is NaN; and, quantised here from BF16, any byte that no finite BF16 can give
+    UE8M0 scale        byte 255, which is NaN
     E4M3 scale         NaN codes, negative
     E2M1 weight        every code is a number
 
@@ -26,13 +26,10 @@ from torch import nn
 
 from megamoe_adapter import layout
 from megamoe_adapter.bank import Bank
-from megamoe_adapter.formats import Conversion
 from megamoe_adapter.names import SHARDS
 from weightsync.errors import shown
 
 UE8M0_NAN = 255
-# ceil(log2(largest finite BF16 / 448)) + 127.
-UE8M0_MAX_FROM_BF16 = 247
 
 
 def check_shards(
@@ -122,5 +119,4 @@ def _bad_scale(bank: Bank, scale: torch.Tensor) -> torch.Tensor:
     scale_bytes = scale if scale.dtype == torch.uint8 else scale.transpose(-1, -2).view(torch.uint8)
     if bank.format.scale is not None and bank.format.scale.dtype == torch.float8_e4m3fn:
         return scale_bytes.amax() >= 0x7F
-    limit = UE8M0_MAX_FROM_BF16 if bank.how is Conversion.QUANTISE else UE8M0_NAN - 1
-    return scale_bytes.amax() > limit
+    return scale_bytes.amax() == UE8M0_NAN
