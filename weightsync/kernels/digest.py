@@ -11,9 +11,10 @@ lanes, all arithmetic modulo 2^64 or 2^32, so that any order of evaluation gives
     lane:      t = sum_j mix(h + (j + 1) * G)                            (mix, G: see `_mix`, `_GAMMA`)
     result:    mix(t + (num_bytes + 1) * G)
 
-For two given tensors of equal size that differ, one lane agrees with a probability of about 2^-31 over the choice of the
-fixed words, both with about 2^-62; a difference inside one aligned 4-byte word is always seen. That finds accidents: a
-lost, swapped, stale or torn write. It is no cryptographic hash: whoever may choose the bytes can make two tensors agree.
+For two given tensors of equal size that differ, one lane agrees with a probability of about 2^-31 over the choice of
+the fixed words, both with about 2^-62; a difference inside one aligned 4-byte word is always seen. That finds
+accidents: a lost, swapped, stale or torn write. It is no cryptographic hash: whoever may choose the bytes can make two
+tensors agree.
 
 Source: the block sum is NH of "UMAC: Fast and Secure Message Authentication" (Black et al., CRYPTO 1999) over signed
 words; `_mix` is the finaliser of MurmurHash3 (A. Appleby, public domain); the fixed words come from SplitMix64 (Steele
@@ -65,8 +66,8 @@ def digest_many(tensors: Sequence[torch.Tensor], *, backend: Backend = "auto") -
     for number, tensor in enumerate(tensors):
         if tensor.device.type == "meta" or tensor.layout is not torch.strided:
             raise LayoutError(
-                f"tensor {number} of {len(tensors)} has no strided bytes to digest: {tensor.layout} on {tensor.device}; "
-                "load it first, or leave it out"
+                f"tensor {number} of {len(tensors)} has no strided bytes to digest: it is {tensor.layout} on "
+                f"{tensor.device}; load it first, or leave it out"
             )
     by_device: defaultdict[torch.device, list[int]] = defaultdict(list)
     for number, tensor in enumerate(tensors):
@@ -102,8 +103,8 @@ def block_keys() -> npt.NDArray[np.int32]:
 def _pieces(tensor: torch.Tensor, max_bytes: int) -> Iterator[tuple[int, torch.Tensor, bool]]:
     """The logical bytes in order: first block, 1-D uint8 tensor on the same device, whether it is a temporary copy.
 
-    Every piece starts on a block edge. Copies hold about `max_bytes`: as many slices of the first dim as end on a block edge
-    together. `max_bytes` does not cut what is read in place.
+    Every piece starts on a block edge. Copies hold about `max_bytes`: as many slices of the first dim as end on a block
+    edge together. `max_bytes` does not cut what is read in place.
     """
     if tensor.numel() == 0:
         return
@@ -131,7 +132,7 @@ def _sum_on_host(tensors: Sequence[torch.Tensor]) -> U64:
 
 
 class _HostLanes:
-    """Sums block values per tensor. Ends of tensors, and small tensors, are gathered so that many share an operation."""
+    """Sums block values per tensor. Ends of tensors and small tensors are gathered, so that many share an operation."""
 
     def __init__(self, num_tensors: int) -> None:
         self._totals = np.zeros((num_tensors, 2), np.uint64)

@@ -2,15 +2,19 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """The Triton kernel of `digest`: block values of many tensors, summed per tensor, in one launch.
 
-Imported only where Triton runs (a GPU, or `TRITON_INTERPRET=1`). Each program sums up to `TILE_BLOCKS` blocks of one tensor:
+Imported only where Triton runs (a GPU, or `TRITON_INTERPRET=1`). Each program sums up to `TILE_BLOCKS` blocks:
 
-    tiles (T, 4) int64:   address of the first byte, number of 4-byte words, index of the first block, number of the tensor
-    keys (2, 2, 1024) int32, totals (n, 2) int64
+    parts (P, 4) int64:       address of the first byte, number of 4-byte words, first block, number of the tensor
+    tiles (T, 2) int32:       row of `parts`, number of the tile within it
+    keys (2, 2, 1024) int32:  see `digest.block_keys`
+    totals (n, 2) int64:      one pair of lanes per tensor
 
 Sums are modulo 2^64, so the order in which programs add to a total does not matter.
 """
 
 from __future__ import annotations
+
+from contextlib import nullcontext
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +23,10 @@ import triton
 import triton.language as tl
 
 BLOCK_BYTES = 8192
-TILE_BLOCKS = 8
+TILE_BLOCKS = 16
+NUM_WARPS = 4
+_TILE_WORDS = tl.constexpr(TILE_BLOCKS * BLOCK_BYTES // 4)
+_TILE_BLOCKS = tl.constexpr(TILE_BLOCKS)
 _HALF = tl.constexpr(1024)
 _GAMMA_0 = tl.constexpr(0x9E3779B97F4A7C15)
 _GAMMA_1 = tl.constexpr(0xD1B54A32D192ED03)
@@ -38,12 +45,14 @@ def _block_sum(a, b, key_a, key_b):
 
 
 @triton.jit
-def _digest_tile(tiles, keys, totals):
-    tile = tiles + 4 * tl.program_id(0).to(tl.int64)
-    words = tl.multiple_of(tl.load(tile).to(tl.pointer_type(tl.int32)), 16)
-    num_words = tl.load(tile + 1).to(tl.int32)
-    block = tl.load(tile + 2).to(tl.uint64)
-    owner = tl.load(tile + 3)
+def _digest_tile(parts, tiles, keys, totals):
+    program = tl.program_id(0).to(tl.int64)
+    part = parts + 4 * tl.load(tiles + 2 * program).to(tl.int64)
+    tile = tl.load(tiles + 2 * program + 1).to(tl.int64)
+    words = tl.multiple_of((tl.load(part) + tile * (_TILE_WORDS * 4)).to(tl.pointer_type(tl.int32)), 16)
+    num_words = tl.minimum(tl.load(part + 1) - tile * _TILE_WORDS, _TILE_WORDS).to(tl.int32)
+    block = (tl.load(part + 2) + tile * _TILE_BLOCKS).to(tl.uint64)
+    owner = tl.load(part + 3)
 
     at = tl.arange(0, _HALF)
     key_0a = tl.load(keys + at)
@@ -93,20 +102,14 @@ class DeviceLanes:
     def launch(self) -> None:
         """Sums what was added, on the current stream."""
         parts = np.array(self._parts, np.int64).reshape(-1, 4)
-        tile_words = TILE_BLOCKS * BLOCK_BYTES // 4
-        counts = -(-parts[:, 1] // tile_words)
-        number = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-        tiles = np.repeat(parts, counts, axis=0)
-        tiles[:, 0] += number * TILE_BLOCKS * BLOCK_BYTES
-        tiles[:, 1] = np.minimum(tiles[:, 1] - number * tile_words, tile_words)
-        tiles[:, 2] += number * TILE_BLOCKS
+        counts = -(-parts[:, 1] // (TILE_BLOCKS * BLOCK_BYTES // 4))
+        tiles = np.empty((int(counts.sum()), 2), np.int32)
+        tiles[:, 0] = np.repeat(np.arange(len(parts)), counts)
+        tiles[:, 1] = np.arange(len(tiles)) - np.repeat(np.cumsum(counts) - counts, counts)
         if len(tiles):
-            on_device = torch.from_numpy(tiles).to(self._device)
-            if self._device.type == "cuda":
-                with torch.cuda.device(self._device):
-                    _digest_tile[(len(tiles),)](on_device, self._keys, self._totals, num_warps=4)
-            else:
-                _digest_tile[(len(tiles),)](on_device, self._keys, self._totals, num_warps=4)
+            arguments = (torch.from_numpy(array).to(self._device) for array in (parts, tiles))
+            with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
+                _digest_tile[(len(tiles),)](*arguments, self._keys, self._totals, num_warps=NUM_WARPS)
         self._parts, self._alive = [], []
 
     def finish(self) -> npt.NDArray[np.uint64]:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Literal, Protocol
 
 import numpy as np
@@ -274,10 +275,8 @@ class _TritonCopies:
             self._addresses = addresses
 
     def launch(self) -> None:
-        if self._tiles.device.type == "cuda":
-            with torch.cuda.device(self._tiles.device):
-                self._kernel.copy_tiles(self._segments, self._tiles, self._bases)
-        else:
+        device = self._tiles.device
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             self._kernel.copy_tiles(self._segments, self._tiles, self._bases)
 
     def release_sources(self) -> None:

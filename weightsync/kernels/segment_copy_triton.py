@@ -22,14 +22,15 @@ import triton.language as tl
 TILE_BYTES = 32 * 1024
 SEGMENT_COLUMNS = 16
 _COLUMNS = tl.constexpr(SEGMENT_COLUMNS)
-_BLOCK = tl.constexpr(1024)  # units per step of one program
+BLOCK = 1024  # units per step of one program
 NUM_WARPS = 4
 
 
 @triton.jit
 def _copy_units(
-    source, destination, n0, run, num_bytes, ss1, ss0, ds1, ds0, ELEMENT: tl.constexpr, BYTES: tl.constexpr
-):
+    source, destination, n0, run, num_bytes, ss1, ss0, ds1, ds0,
+    ELEMENT: tl.constexpr, BYTES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Copies a tile in units of BYTES, which divides every argument but `n0`; a unit is one or two ELEMENTs.
 
     The rounded addresses are values of their own, so that the alignment promised here holds for this width alone.
@@ -40,8 +41,8 @@ def _copy_units(
     destination_units = tl.multiple_of((destination // BYTES * BYTES).to(tl.pointer_type(ELEMENT)), BYTES)
     run = run // BYTES
     num_units = num_bytes // BYTES
-    for start in range(0, num_units, _BLOCK):
-        index = start + tl.arange(0, _BLOCK)[:, None]
+    for start in range(0, num_units, BLOCK):
+        index = start + tl.arange(0, BLOCK)[:, None]
         row = index // run
         column = index - row * run
         i1 = row // n0
@@ -53,7 +54,7 @@ def _copy_units(
 
 
 @triton.jit
-def _copy_tile(segments, tiles, bases):
+def _copy_tile(segments, tiles, bases, BLOCK: tl.constexpr):
     program = tl.program_id(0).to(tl.int64)
     segment = segments + tl.load(tiles + 2 * program).to(tl.int64) * _COLUMNS
     tile = tl.load(tiles + 2 * program + 1)
@@ -83,15 +84,15 @@ def _copy_tile(segments, tiles, bases):
     num_bytes = n1 * n0 * run
     bits = source | destination | ss1 | ss0 | ds1 | ds0 | run
     if bits % 16 == 0:
-        _copy_units(source, destination, n0, run, num_bytes, ss1, ss0, ds1, ds0, tl.int64, 16)
+        _copy_units(source, destination, n0, run, num_bytes, ss1, ss0, ds1, ds0, tl.int64, 16, BLOCK)
     elif bits % 8 == 0:
-        _copy_units(source, destination, n0, run, num_bytes, ss1, ss0, ds1, ds0, tl.int64, 8)
+        _copy_units(source, destination, n0, run, num_bytes, ss1, ss0, ds1, ds0, tl.int64, 8, BLOCK)
     elif bits % 4 == 0:
-        _copy_units(source, destination, n0, run, num_bytes, ss1, ss0, ds1, ds0, tl.int32, 4)
+        _copy_units(source, destination, n0, run, num_bytes, ss1, ss0, ds1, ds0, tl.int32, 4, BLOCK)
     elif bits % 2 == 0:
-        _copy_units(source, destination, n0, run, num_bytes, ss1, ss0, ds1, ds0, tl.int16, 2)
+        _copy_units(source, destination, n0, run, num_bytes, ss1, ss0, ds1, ds0, tl.int16, 2, BLOCK)
     else:
-        _copy_units(source, destination, n0, run, num_bytes, ss1, ss0, ds1, ds0, tl.int8, 1)
+        _copy_units(source, destination, n0, run, num_bytes, ss1, ss0, ds1, ds0, tl.int8, 1, BLOCK)
 
 
 def copy_tiles(segments: torch.Tensor, tiles: torch.Tensor, bases: torch.Tensor) -> None:
@@ -102,4 +103,4 @@ def copy_tiles(segments: torch.Tensor, tiles: torch.Tensor, bases: torch.Tensor)
         tiles: (T, 2) int32 on the device; T at least 1.
         bases: (S,) int64 on the device.
     """
-    _copy_tile[(tiles.shape[0],)](segments, tiles, bases, num_warps=NUM_WARPS)
+    _copy_tile[(tiles.shape[0],)](segments, tiles, bases, BLOCK=BLOCK, num_warps=NUM_WARPS)

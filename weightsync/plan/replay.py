@@ -190,8 +190,8 @@ class _DeviceReplay:
     @torch.inference_mode()  # views of small tensors are a third cheaper, and storages bound under it are writable
     def _copy_batch(self, batch: list[Named]) -> None:
         names = tuple(name for name, _ in batch)
-        if self._launches and len(batch) >= MIN_LAUNCH_TENSORS and len(set(names)) == len(names):
-            copy = self._named_copies.get(names)
+        copy = self._named_copies.get(names)
+        if copy is not None or (self._launches and MIN_LAUNCH_TENSORS <= len(batch) == len(set(names))):
             if copy is None:
                 table = compile_segments({name: self._by_name[name] for name in names})
                 copy = SegmentCopy(table, self._storages, backend=self._backend)
