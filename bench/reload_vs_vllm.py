@@ -17,6 +17,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -141,7 +142,7 @@ def print_table(table: list[dict[str, Any]]) -> None:
 def markdown(table: list[dict[str, Any]], theirs: dict[str, Any]) -> str:
     """The table of docs/CORRECTNESS.md."""
     lines = [
-        f"Measured with vLLM {theirs['vllm']} on torch {theirs['torch']} and weightsync {weightsync.__version__} on "
+        f"Measured with vLLM {theirs['vllm']} on torch {theirs['torch']} and weightsync {version('weightsync')} on "
         f"torch {torch.__version__}, CPU.",
         "",
         "| row | what users see | right | vLLM 0.33.0 | ours, layerwise | ours, direct |",
