@@ -1,0 +1,117 @@
+"""The plugin's contract with vLLM, without a server: what it registers, what it implements, what it refuses."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import inspect
+import types
+
+import pytest
+import torch
+
+pytest.importorskip("vllm.version", reason="needs vLLM's own virtual environment; run scripts/test_vllm")
+
+from weightsync import control
+from weightsync.errors import ReloadError
+from weightsync.integrations import vllm as plugin
+from weightsync.integrations import vllm_engine
+
+pytestmark = pytest.mark.vllm
+
+
+def config(**changes):
+    parallel = {"data_parallel_size": 1, "pipeline_parallel_size": 1, "rank": 0, "world_size": 1}
+    settings = {"additional_config": changes.pop("additional_config", {})}
+    return types.SimpleNamespace(
+        parallel_config=types.SimpleNamespace(**(parallel | changes)),
+        model_config=types.SimpleNamespace(dtype=torch.bfloat16),
+        instance_id="tests",
+        **settings,
+    )
+
+
+def make_engine(**changes):
+    model = torch.nn.Linear(2, 2)
+    return vllm_engine.WeightSyncEngine(types.SimpleNamespace(backend="weightsync"), config(**changes), "cpu", model)
+
+
+def test_the_entry_point_registers_the_backend_once():
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+    (entry,) = [e for e in importlib.metadata.entry_points(group="vllm.general_plugins") if e.name == "weightsync"]
+    register = entry.load()
+    register()
+    before = dict(vars(importlib.import_module("vllm.model_executor.model_loader.utils")))
+    register()
+    assert WeightTransferEngineFactory._registry["weightsync"]() is vllm_engine.WeightSyncEngine
+    after = vars(importlib.import_module("vllm.model_executor.model_loader.utils"))
+    assert after["record_metadata_for_reloading"] is before["record_metadata_for_reloading"]
+
+
+def test_the_engine_implements_every_method_of_vllms_class():
+    from vllm.distributed.weight_transfer.base import WeightTransferEngine
+
+    assert not inspect.isabstract(vllm_engine.WeightSyncEngine)
+    for name in WeightTransferEngine.__abstractmethods__:
+        theirs = inspect.signature(getattr(WeightTransferEngine, name)).parameters
+        ours = inspect.signature(getattr(vllm_engine.WeightSyncEngine, name)).parameters
+        assert list(theirs) == list(ours), name
+
+
+def test_init_info_has_the_fields_of_the_handshake():
+    ours = {f.name: f.type for f in dataclasses.fields(vllm_engine.InitInfo)}
+    assert ours == {f.name: f.type for f in dataclasses.fields(control.Hello)}
+
+
+def test_init_info_with_an_unknown_field_is_refused():
+    with pytest.raises(ValueError, match="master_address"):
+        make_engine().parse_init_info({"master_address": "127.0.0.1"})
+
+
+@pytest.mark.parametrize("version", ["0.31.2", "0.34.0", "1.0", "0.320.1"])
+def test_another_version_of_vllm_is_refused_by_name(version):
+    with pytest.raises(RuntimeError, match=rf"0\.32 and 0\.33.*{version}"):
+        plugin.check_version(version)
+
+
+@pytest.mark.parametrize("version", ["0.32.0", "0.33.0", "0.33.1+cu130"])
+def test_supported_versions_pass(version):
+    plugin.check_version(version)
+
+
+def test_an_unknown_setting_is_refused():
+    with pytest.raises(ValueError, match="rollbakc"):
+        make_engine(additional_config={"weightsync": {"rollbakc": "host"}})
+
+
+def test_data_parallel_engines_are_refused_with_the_remedy():
+    with pytest.raises(RuntimeError, match="one server per replica"):
+        make_engine(data_parallel_size=2)
+
+
+def test_a_worker_with_another_backend_answers_with_an_error():
+    result = vllm_engine.answer(types.SimpleNamespace(weight_transfer_engine=object()), control.INFO, {})
+    assert result["error"]["type"] == "ReloadError"
+    assert "weight-transfer-config" in result["error"]["message"]
+
+
+def test_the_receivers_own_error_crosses_with_its_class(monkeypatch):
+    engine = make_engine()
+    monkeypatch.setattr(engine, "_as_while_loading", lambda: __import__("contextlib").nullcontext())
+    runner = types.SimpleNamespace(reset_lora_state=lambda: None)
+    worker = types.SimpleNamespace(weight_transfer_engine=engine, model_runner=runner)
+    result = vllm_engine.answer(worker, control.FINISH, {"session_id": "nobody"})
+    with pytest.raises(ReloadError, match="init_weight_transfer_engine first"):
+        vllm_engine.ranks_of([result])
+    assert vllm_engine.answer(worker, control.INFO, {})["rank"]["weight_version"] is None
+
+
+def test_start_without_a_trainer_is_refused():
+    with pytest.raises(ReloadError, match="init_weight_transfer_engine"):
+        make_engine().start_weight_update()
+
+
+def test_update_info_must_say_something():
+    with pytest.raises(Exception, match="start"):
+        make_engine().update_weights({})

@@ -1,0 +1,121 @@
+"""The vLLM plugin: what `pip install weightsync` adds to a vLLM that is started with
+
+    vllm serve MODEL --weight-transfer-config '{"backend": "weightsync"}'
+
+vLLM calls `register` in each of its processes (entry-point group `vllm.general_plugins`). It adds
+
+    every process     the backend name "weightsync" in vLLM's engine factory        integrations/vllm_engine.py
+    worker            a record of each model's layouts when it has been constructed, before its post-load hooks run
+    worker            the method that control calls reach through `collective_rpc`   integrations/vllm_engine.py
+    API server        our answers on vLLM's weight-update routes, `abort_weight_update`  integrations/vllm_routes.py
+
+All of it is inert unless the configuration names the backend. Nothing here imports torch or vLLM before vLLM asks.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+BACKEND = "weightsync"
+SUPPORTED = ("0.32", "0.33")
+WORKER_METHOD = "weightsync_call"
+
+
+def check_version(version: str) -> None:
+    """Refuses a vLLM that this plugin was not tried with.
+
+    Args:
+        version: vLLM's version, e.g. "0.32.0" or "0.33.0+cpu".
+
+    Raises:
+        RuntimeError: It is neither 0.32 nor 0.33.
+    """
+    if ".".join(version.split(".")[:2]) not in SUPPORTED:
+        raise RuntimeError(
+            f"the weight transfer backend {BACKEND!r} works with vLLM {' and '.join(SUPPORTED)}, this is vLLM "
+            f"{version}; install one of them, or another version of weightsync"
+        )
+
+
+def register() -> None:
+    """Registers the backend with vLLM; calling it again changes nothing."""
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+    if BACKEND in WeightTransferEngineFactory._registry:
+        return
+    WeightTransferEngineFactory.register_engine(BACKEND, "weightsync.integrations.vllm_engine", "WeightSyncEngine")
+    _add_worker_method()
+    _record_layouts_after_construction()
+    _add_routes()
+
+
+def is_selected(vllm_config: Any) -> bool:
+    """Whether a vLLM configuration names this backend."""
+    return getattr(getattr(vllm_config, "weight_transfer_config", None), "backend", None) == BACKEND
+
+
+def _add_worker_method() -> None:
+    """Gives vLLM's workers the method that the routes call through `collective_rpc`."""
+    from vllm.v1.worker.worker_base import WorkerBase
+
+    def weightsync_call(self: Any, route: str, body: dict[str, Any]) -> dict[str, Any]:
+        """Answers one control call on this worker; see `WeightSyncEngine.answer`."""
+        from weightsync.integrations.vllm_engine import answer
+
+        return answer(self, route, body)
+
+    setattr(WorkerBase, WORKER_METHOD, weightsync_call)
+
+
+def _record_layouts_after_construction() -> None:
+    """Wraps vLLM's own record of a model's layouts: it is made after construction, before any post-load hook."""
+    from vllm.model_executor.model_loader import utils as loading
+
+    original = loading.record_metadata_for_reloading
+
+    @functools.wraps(original)
+    def record_metadata_for_reloading(model: Any) -> Any:
+        from vllm.config import get_current_vllm_config
+
+        result = original(model)
+        if is_selected(get_current_vllm_config()):
+            from weightsync.reload.layouts import record_layouts
+
+            _leave_native_handles_alone()
+            record_layouts(model)
+        return result
+
+    loading.record_metadata_for_reloading = record_metadata_for_reloading
+
+
+def _leave_native_handles_alone() -> None:
+    """Keeps reloads out of oneDNN handles, which vLLM's linear layers hold on a CPU.
+
+    Such an object has a tensor with one pointer, and frees what that points to when it dies. A reload that kept the old
+    tensor and copied the new pointer into it would have the new matrix freed with the old object. Objects of built-in
+    types are no part of a model for `weightsync.reachable`, so the whole handle is replaced, as vLLM itself does it. No
+    captured graph can hold one: there are none on a CPU.
+    """
+    from vllm import _custom_ops
+
+    handle = getattr(_custom_ops, "CPUDNNLGEMMHandler", None)
+    if handle is not None:
+        handle.__module__ = "builtins"
+
+
+def _add_routes() -> None:
+    """Puts our answers before vLLM's on the routes that vLLM registers for reinforcement learning."""
+    from vllm.entrypoints.rl import factories
+
+    original = factories.register_rl_api_routers
+
+    @functools.wraps(original)
+    def register_rl_api_routers(app: Any) -> None:
+        if getattr(getattr(app.state.args, "weight_transfer_config", None), "backend", None) == BACKEND:
+            from weightsync.integrations.vllm_routes import attach
+
+            attach(app)
+        original(app)
+
+    factories.register_rl_api_routers = register_rl_api_routers
