@@ -347,7 +347,9 @@ def error_to_json(error: BaseException) -> Json:
     """
     own = isinstance(error, WeightSyncError)
     message = str(error) if own else f"{type(error).__name__}: {error}"
-    value: Json = {"type": type(error).__name__ if own else PeerFailed.__name__, "message": message}
+    # A class of another module goes as the first of its bases that both sides know.
+    known = [cls.__name__ for cls in type(error).__mro__ if cls.__name__ in _ERROR_CLASSES]
+    value: Json = {"type": known[0] if own else PeerFailed.__name__, "message": message}
     for name in _NAME_LISTS:
         if names := getattr(error, name, ()):
             value[name] = [str(entry) for entry in names]

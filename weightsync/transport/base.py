@@ -20,7 +20,8 @@ of an unchanged offer, so that whoever replays them can keep what it compiled.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
@@ -97,29 +98,31 @@ class Feed:
         """
         return select(self.manifest, self.wanted, names)
 
-    def tensors(self, entries: Sequence[ParamMeta]) -> Iterator[tuple[ParamMeta, torch.Tensor]]:
-        """The entries' tensors in wire order, checked against the manifest.
+    def tensors(self, entries: Sequence[ParamMeta]) -> Generator[tuple[ParamMeta, torch.Tensor], None, None]:
+        """The entries' tensors in wire order, checked against the manifest. Close it when stopping early.
 
         Raises:
             ManifestError: The source gives another order, shape or dtype than it declared, or ends too early.
         """
         resident = self.resident()
         if resident is not None:
-            for entry in entries:
-                yield entry, checked(entry, resident.get(entry.name))
+            for wanted in entries:
+                yield wanted, checked(wanted, resident.get(wanted.name))
             return
-        expected = iter(self.manifest)
         chosen = {entry.name for entry in entries}
-        for name, tensor in self.iterate():
-            entry = next(expected, None)  # type: ignore[assignment]
-            if entry is None or entry.name != name:
-                raise ManifestError(
-                    f"the source gave {name!r} where its metadata says {entry.name if entry else 'the end'!r}; "
-                    "iter_full must yield what metadata declares, in that order",
-                    names=[name],
-                )
-            if name in chosen:
-                yield entry, checked(entry, tensor)
+        expected = iter(self.manifest)
+        pairs = self.iterate()
+        with closing(pairs) if isinstance(pairs, Generator) else nullcontext():
+            for name, tensor in pairs:
+                entry = next(expected, None)
+                if entry is None or entry.name != name:
+                    raise ManifestError(
+                        f"the source gave {name!r} where its metadata says {entry.name if entry else 'the end'!r}; "
+                        "iter_full must yield what metadata declares, in that order",
+                        names=[name],
+                    )
+                if name in chosen:
+                    yield entry, checked(entry, tensor)
         if (left := next(expected, None)) is not None:
             raise ManifestError(f"the source ended before {left.name!r}", names=[left.name])
 

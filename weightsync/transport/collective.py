@@ -22,6 +22,7 @@ from __future__ import annotations
 import secrets
 import struct
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 
 import torch
@@ -205,15 +206,16 @@ class CollectiveSender(Sender):
                 torch._foreach_copy_(*self._copy_lists(step, resident))
                 launch(step)
         else:
-            for entry, tensor in feed.tensors([feed.manifest.entries[index] for index in plan.selected]):
-                source = byte_view(tensor.contiguous())
-                for step, chunk in plan.by_name[entry.name]:
-                    if chunk is step.bucket.chunks[0]:
-                        claim(step)
-                    part = source[chunk.start : chunk.start + chunk.num_bytes]
-                    self._slots.of(step)[chunk.offset : chunk.offset + chunk.num_bytes].copy_(part)
-                    if chunk is step.bucket.chunks[-1]:
-                        launch(step)
+            with closing(feed.tensors([feed.manifest.entries[index] for index in plan.selected])) as tensors:
+                for entry, tensor in tensors:
+                    source = byte_view(tensor.contiguous())
+                    for step, chunk in plan.by_name[entry.name]:
+                        if chunk is step.bucket.chunks[0]:
+                            claim(step)
+                        part = source[chunk.start : chunk.start + chunk.num_bytes]
+                        self._slots.of(step)[chunk.offset : chunk.offset + chunk.num_bytes].copy_(part)
+                        if chunk is step.bucket.chunks[-1]:
+                            launch(step)
         self.copied_bytes = sent
         for work in under_way.values():
             group.wait(work)

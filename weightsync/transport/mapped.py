@@ -17,6 +17,7 @@ import json
 import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 
 import torch
@@ -201,12 +202,19 @@ class MappedSender(Sender):
             post({"placed": True}, {}).wait()
             progress(sum(entries[index].num_bytes for index in in_place))
         if len(in_place) < len(selected):
-            self._send_staged(feed, [entries[index] for index in selected if index not in placed], post, progress)
+            staged = [entries[index] for index in selected if index not in placed]
+            with closing(feed.tensors(staged)) as tensors:
+                self._send_staged(tensors, staged, post, progress)
         return sum(entries[index].num_bytes * len(feed.owners[index]) for index in selected)
 
-    def _send_staged(self, feed: Feed, entries: Sequence[ParamMeta], post: Post, progress: Progress) -> None:
+    def _send_staged(
+        self,
+        tensors: Iterator[tuple[ParamMeta, torch.Tensor]],
+        entries: Sequence[ParamMeta],
+        post: Post,
+        progress: Progress,
+    ) -> None:
         """Copies bucket k+1 into one slot while the receivers read bucket k from the other."""
-        tensors = feed.tensors(entries)
         current: tuple[ParamMeta, torch.Tensor] | None = None
         pending: Pending | None = None
         before = 0
