@@ -163,27 +163,37 @@ class Bank:
     def staged(
         self, module: nn.Module, shards: Sequence[tuple[int, str]], name: Callable[[int, str], str]
     ) -> list[StagedShards]:
-        """Freshly loaded shards for `requantize_layer_`: E4M3 with float32 128x128 scales, to become MXFP8 in place.
+        """Freshly loaded E4M3 shards with float32 128x128 scales, as requantize.py takes them.
 
         Args:
             module: Owner of the tensors.
             shards: (slot, shard) of each.
             name: What to call a shard in a message.
+
+        Returns:
+            One stack per GEMM that has fresh shards. In a format that keeps its block scales the packed scales are
+            placeholders without memory: such a stack can be inspected, not requantised.
         """
         stacks = []
-        for first in (True, False):
-            part = [(slot, shard) for slot, shard in shards if (shard != "w2") == first]
-            if part:
-                shard = part[0][1]
-                stacks.append(
-                    StagedShards(
-                        self.tensor(module, "weight", shard),
-                        self.tensor(module, "weight_scale_inv", shard),
-                        self.tensor(module, "weight_scale", shard),
-                        [(slot, layout.HALF_OF_SHARD.get(shard)) for slot, shard in part],
-                        [name(slot, shard) for slot, shard in part],
-                    )
+        for gated in (True, False):
+            part = [(slot, shard) for slot, shard in shards if (shard != "w2") == gated]
+            if not part:
+                continue
+            weight = self.tensor(module, "weight", part[0][1])
+            if self.requantises:
+                scale = self.tensor(module, "weight_scale", part[0][1])
+            else:
+                _, rows, columns = weight.shape
+                scale = layout.allocate_scale(self.num_slots, rows, columns // layout.BLOCK, device="meta")
+            stacks.append(
+                StagedShards(
+                    weight,
+                    self.tensor(module, "weight_scale_inv", part[0][1]),
+                    scale,
+                    [(slot, layout.HALF_OF_SHARD.get(shard)) for slot, shard in part],
+                    [name(slot, shard) for slot, shard in part],
                 )
+            )
         return stacks
 
     def dequantize(self, module: nn.Module, slot: int, shard: str) -> torch.Tensor:

@@ -7,7 +7,7 @@ only if something is wrong are shards looked at one by one, to be named. Shards 
 
     E4M3 weight        NaN codes 0x7f and 0xff
     BF16 weight        NaN, inf
-    float32 scale      NaN, inf, negative                (zero is legal: a zero block)
+    float32 scale      NaN, inf, negative (zero is legal: a zero block)
     UE8M0 scale        byte 255, which is NaN
     E4M3 scale         NaN codes, negative
     E2M1 weight        every code is a number
@@ -27,6 +27,7 @@ from torch import nn
 from megamoe_adapter import layout
 from megamoe_adapter.bank import Bank
 from megamoe_adapter.names import SHARDS
+from megamoe_adapter.requantize import BAD_SCALE, NAN_CODE, StagedShards, inspect_shards
 from weightsync.errors import shown
 
 UE8M0_NAN = 255
@@ -52,22 +53,40 @@ def check_shards(
     Raises:
         ValueError: A weight or scale is not usable; names each shard and what is wrong with it.
     """
+    if bank.raw_scales:
+        _check_block_fp8(bank.staged(module, shards, name), layer)
+        return
     whole = len(shards) == len(SHARDS) * bank.num_slots
     flags = _whole_bank_flags(bank, module) if whole else [_shard_flags(bank, module, *shard) for shard in shards]
     if flags and bool(torch.stack([torch.stack(flag) for flag in flags]).any()):
-        _raise_unsound(bank, module, shards, name, layer)
+        named = [(name(*shard), *torch.stack(_shard_flags(bank, module, *shard)).tolist()) for shard in shards]
+        _raise_unsound(named, layer)
 
 
-def _raise_unsound(
-    bank: Bank, module: nn.Module, shards: Sequence[tuple[int, str]], name: Callable[[int, str], str], layer: str
-) -> None:
+def _check_block_fp8(stacks: Sequence[StagedShards], layer: str) -> None:
+    """One pass over codes and scales, each read once, by the kernel that judges shards before a requantisation."""
+    if not stacks:
+        return
+    if stacks[0].weight.is_cuda:
+        from megamoe_adapter import requantize_triton
+
+        flags = torch.cat([requantize_triton.inspect(stack) for stack in stacks]).tolist()
+    else:
+        flags = [flag for stack in stacks for flag in inspect_shards(stack)]
+    names = [name for stack in stacks for name in stack.names]
+    named = [(name, flag & NAN_CODE, flag & BAD_SCALE) for name, flag in zip(names, flags, strict=True)]
+    if any(bad_weight or bad_scale for _, bad_weight, bad_scale in named):
+        _raise_unsound(named, layer)
+
+
+def _raise_unsound(named: Sequence[tuple[str, int, int]], layer: str) -> None:
+    """ValueError that lists (name, weight unusable, scale unusable)."""
     found = []
-    for slot, shard in shards:
-        bad_weight, bad_scale = torch.stack(_shard_flags(bank, module, slot, shard)).tolist()
+    for name, bad_weight, bad_scale in named:
         if bad_weight:
-            found.append(f"{name(slot, shard)}: weight holds NaN or infinity")
+            found.append(f"{name}: weight holds NaN or infinity")
         if bad_scale:
-            found.append(f"{name(slot, shard)}: scale is negative, NaN or infinite")
+            found.append(f"{name}: scale is negative, NaN or infinite")
     raise ValueError(
         f"{layer}: {len(found)} unusable tensors: {shown(found)}. Look at the sender's last step and send these shards "
         "again, weight and scale"
@@ -85,8 +104,7 @@ def _shard_flags(bank: Bank, module: nn.Module, slot: int, shard: str) -> tuple[
     weight = layout.weight_view(bank.tensor(module, "weight", shard), slot, half)
     scale = _scale_tensor(bank, module, shard)
     if scale is not None:
-        rows = layout.block_scale_rows if bank.raw_scales else layout.scale_view
-        scale = rows(scale, slot, half)
+        scale = layout.scale_view(scale, slot, half)
     return _flags(bank, weight, scale)
 
 
@@ -99,7 +117,7 @@ def _flags(bank: Bank, weight: torch.Tensor, scale: torch.Tensor | None) -> tupl
 def _scale_tensor(bank: Bank, module: nn.Module, shard: str) -> torch.Tensor | None:
     if bank.format.scale is None:
         return None
-    return bank.tensor(module, "weight_scale_inv" if bank.raw_scales else "weight_scale", shard)
+    return bank.tensor(module, "weight_scale", shard)
 
 
 def _bad_weight(weight: torch.Tensor, no: torch.Tensor) -> torch.Tensor:
@@ -113,9 +131,6 @@ def _bad_weight(weight: torch.Tensor, no: torch.Tensor) -> torch.Tensor:
 
 
 def _bad_scale(bank: Bank, scale: torch.Tensor) -> torch.Tensor:
-    if bank.raw_scales:
-        low, high = torch.aminmax(scale)
-        return ~(torch.isfinite(high) & (low >= 0))
     scale_bytes = scale if scale.dtype == torch.uint8 else scale.transpose(-1, -2).view(torch.uint8)
     if bank.format.scale is not None and bank.format.scale.dtype == torch.float8_e4m3fn:
         return scale_bytes.amax() >= 0x7F
