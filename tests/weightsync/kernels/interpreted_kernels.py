@@ -6,9 +6,9 @@ import kernel_checks
 import pytest
 
 
-@pytest.mark.parametrize("seed", range(25))
+@pytest.mark.parametrize("seed", range(12))
 def test_random_plans(seed):
-    kernel_checks.check_random_plan(seed, "cpu")
+    kernel_checks.check_random_plan(seed, "cpu", "triton")
 
 
 @pytest.mark.parametrize(
@@ -17,8 +17,11 @@ def test_random_plans(seed):
         kernel_checks.check_every_alignment_and_run_length,
         kernel_checks.check_tiles_of_long_and_of_transposed_copies,
         kernel_checks.check_sources_can_be_exchanged,
-        kernel_checks.check_digests_agree_with_numpy,
     ],
 )
-def test_kernels(check):
-    check("cpu")
+def test_copies(check):
+    check("cpu", "triton")
+
+
+def test_digests():
+    kernel_checks.check_digests_agree_with_numpy("cpu")

@@ -14,10 +14,12 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "plan"))  # random_plans stan
 from random_plans import assert_storages_equal, expected_storages, random_buffers, random_plan
 
 from weightsync.kernels.digest import BLOCK_BYTES, digest_many
-from weightsync.kernels.segment_copy import SegmentCopy
+from weightsync.kernels.segment_copy import Backend, SegmentCopy
 from weightsync.plan.regions import Region
 from weightsync.plan.segments import compile_segments
 from weightsync.plan.writes import Write
+
+ALIGNMENTS = (0, 1, 2, 3, 4, 6, 8, 12, 15)
 
 
 def storage_on(view: torch.Tensor, device: str) -> torch.Tensor:
@@ -30,7 +32,7 @@ def random_bytes(size: int, seed: int) -> torch.Tensor:
     return torch.from_numpy(np.random.default_rng(seed).integers(0, 256, size, dtype=np.uint8))
 
 
-def check_random_plan(seed: int, device: str) -> None:
+def check_random_plan(seed: int, device: str, backend: Backend) -> None:
     """Random view chains, splits and alignments copy the bytes that torch copies."""
     rng = random.Random(seed)
     writes, wires, views = random_plan(rng)
@@ -43,29 +45,29 @@ def check_random_plan(seed: int, device: str) -> None:
         buffer[offset:] = torch.from_numpy(array)
         buffers.append(buffer.to(device)[offset:])
     storages = {key: storage_on(view, device) for key, view in views.items()}
-    SegmentCopy(compile_segments(writes, chunks), storages, backend="triton").run(buffers)
+    SegmentCopy(compile_segments(writes, chunks), storages, backend=backend).run(buffers)
     assert_storages_equal({key: storage.cpu().numpy() for key, storage in storages.items()}, expected)
 
 
-def check_every_alignment_and_run_length(device: str) -> None:
+def check_every_alignment_and_run_length(device: str, backend: Backend) -> None:
     """Runs of 1 to 40 bytes between any two alignments modulo 16, with bytes around them left alone."""
     source = random_bytes(4096, 1)
     writes = []
-    expected = torch.full((64 * 1024,), 0xEE, dtype=torch.uint8)
+    expected = torch.full((64 * (len(ALIGNMENTS) ** 2 + 1),), 0xEE, dtype=torch.uint8)
     number = 0
-    for at in range(16):
-        for to in range(16):
+    for at in ALIGNMENTS:
+        for to in ALIGNMENTS:
             run = 1 + (at * 16 + to * 7) % 40
             start = number * 64 + 16 + to
-            writes.append(Write("w", 0, Region(start, (run,), (1,), 1), Region(16 * at + at, (run,), (1,), 1)))
+            writes.append(Write("w", 0, Region(start, (run,), (1,), 1), Region(17 * at, (run,), (1,), 1)))
             expected[start : start + run] = source[17 * at : 17 * at + run]
             number += 1
     live = torch.full_like(expected, 0xEE).to(device)
-    SegmentCopy(compile_segments(writes), {0: live}, backend="triton").run([source.to(device)])
+    SegmentCopy(compile_segments(writes), {0: live}, backend=backend).run([source.to(device)])
     assert torch.equal(live.cpu(), expected)
 
 
-def check_tiles_of_long_and_of_transposed_copies(device: str) -> None:
+def check_tiles_of_long_and_of_transposed_copies(device: str, backend: Backend) -> None:
     """Copies larger than one tile: a long odd run, the 8-row interleave, and a transposed matrix of 2-byte items."""
     long_run, matrix, halves = random_bytes(70_001, 2), random_bytes(2 * 300 * 200, 3), random_bytes(64 * 2048, 4)
     wires = {"run": long_run, "matrix": matrix.view(torch.int16).view(300, 200), "half": halves.view(64, 2048)}
@@ -75,18 +77,18 @@ def check_tiles_of_long_and_of_transposed_copies(device: str) -> None:
     sources = {"run": wires["run"], "matrix": wires["matrix"], "half": wires["half"].view(8, 8, 2048)}
     writes = [Write(name, targets[name][0], Region.of(targets[name][1]), Region.of(sources[name])) for name in wires]
     storages = {key: storage_on(tensor, device) for key, tensor in live.items()}
-    SegmentCopy(compile_segments(writes), storages, backend="triton").run([w.to(device) for w in wires.values()])
+    SegmentCopy(compile_segments(writes), storages, backend=backend).run([w.to(device) for w in wires.values()])
     for name, (_, target) in targets.items():
         target.copy_(sources[name])
     for key, tensor in live.items():
         assert torch.equal(storages[key].cpu(), tensor.view(-1).view(torch.uint8)), f"destination {key}"
 
 
-def check_sources_can_be_exchanged(device: str) -> None:
+def check_sources_can_be_exchanged(device: str, backend: Backend) -> None:
     """The table reads whatever sources are bound last, at another alignment too."""
     live = torch.zeros(64, dtype=torch.uint8, device=device)
     region = Region.of(torch.zeros(64, dtype=torch.uint8))
-    copy = SegmentCopy(compile_segments([Write("w", 0, region, region)]), {0: live}, backend="triton")
+    copy = SegmentCopy(compile_segments([Write("w", 0, region, region)]), {0: live}, backend=backend)
     for seed, offset in ((1, 0), (2, 3), (3, 8), (1, 0)):
         source = random_bytes(80, seed).to(device)[offset : offset + 64]
         copy.run([source])
@@ -100,11 +102,8 @@ def digest_samples() -> list[torch.Tensor]:
     samples += [random_bytes(3 * BLOCK_BYTES + shift, shift)[shift:] for shift in (1, 2, 4, 8)]
     matrix = random_bytes(4 * 130 * 70, 9).view(torch.float32).view(130, 70)
     samples += [matrix.t(), matrix[:, ::3], matrix[5:, 3:17], torch.tensor(2.5), matrix.view(torch.float8_e4m3fn).t()]
-    samples.append(
-        torch.empty_strided((3, 64, 5), (64 * 5, 1, 64), dtype=torch.int32).copy_(
-            matrix[:15, :64].view(torch.int32).reshape(3, 64, 5)
-        )
-    )
+    packed_scale = torch.empty_strided((3, 64, 5), (64 * 5, 1, 64), dtype=torch.int32)  # MN-major, as kernels want it
+    samples.append(packed_scale.copy_(random_bytes(4 * 3 * 64 * 5, 8).view(torch.int32).view(3, 64, 5)))
     return samples
 
 

@@ -23,4 +23,4 @@ def test_kernels_copy_and_digest_the_right_bytes_in_the_interpreter():
         check=False,
     )
     assert result.returncode == 0, result.stdout[-8000:] + result.stderr[-2000:]
-    assert "29 passed" in result.stdout, result.stdout[-2000:]
+    assert "16 passed" in result.stdout, result.stdout[-2000:]
