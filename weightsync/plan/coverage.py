@@ -56,7 +56,7 @@ def prove(
     claims: Sequence[Claim],
     *,
     scope: Scope = "full",
-    value_dependent: frozenset[str] = frozenset(),
+    unseen: frozenset[str] = frozenset(),
 ) -> Coverage:
     """Counts every byte of every destination.
 
@@ -65,7 +65,8 @@ def prove(
         claims: Who writes what. Claims that share a name never count as duplicates of each other: a loader may write
             its own bytes twice.
         scope: "full" makes unwritten loadable bytes missing; "partial" only forbids duplicates.
-        value_dependent: Names whose loader was not seen to the end; each vouches for the parameter of its own name.
+        unseen: Names whose loader was not seen to the end (it depends on values, or failed): the parameter of the same
+            name is not missing on top of that.
     """
     by_storage: dict[int, list[Claim]] = defaultdict(list)
     for claim in claims:
@@ -80,7 +81,7 @@ def prove(
             written_bytes += extent.num_bytes
             duplicated.update(dict.fromkeys(extent.duplicated))
     findings = [_examine(d, extents.get(d.storage, []), by_storage.get(d.storage, [])) for d in destinations]
-    vouched = {d.path for d in destinations if any(is_own_name(name, d) for name in value_dependent)}
+    vouched = {d.path for d in destinations if any(is_own_name(name, d) for name in unseen)}
     gaps = [f for f in findings if f.gaps and f.destination.path not in vouched] if scope == "full" else []
     return Coverage(
         missing=tuple(infer_names([(f.destination, f.gaps) for f in gaps], destinations, claims)),

@@ -35,11 +35,11 @@ class DispatchMode(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.ledger = ledger
         self.setitem_numel: int | None = None  # elements of the value in a running `target[index] = value`
-        self._special: dict[str, Callable[..., Any]] = {
-            "copy_": self._copy_, "_foreach_copy_": self._foreach_copy_, "_to_copy": self._to_copy,
-            "clone": self._clone, "index_put_": self._index_put_, "index_copy_": self._index_copy_,
-            "_pin_memory": self._pin_memory, "set_": self._rebind_, "resize_": self._rebind_,
-        }  # fmt: skip
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Keeps torch from wrapping each call in a guard against tracing: 20 us each, and it imports the compiler."""
+        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -47,9 +47,9 @@ class DispatchMode(TorchDispatchMode):
         if operator.is_view:
             return func(*args, **kwargs)
         with torch._C.DisableTorchFunction():
-            special = self._special.get(operator.name)
+            special = _SPECIAL_OPERATORS.get(operator.name)
             if special is not None:
-                return special(func, operator, args, kwargs)
+                return special(self, func, operator, args, kwargs)
             return self._run(func, operator, args, kwargs)
 
     # --- any operator
@@ -178,7 +178,8 @@ class DispatchMode(TorchDispatchMode):
         if given is None:
             given = source.numel() if self.setitem_numel is None else self.setitem_numel
         from_load = bool(names) and (origin is None or not origin.destinations)
-        if repeats_itself(Region.of(target)):
+        region = Region.of(target)
+        if not target.is_contiguous() and repeats_itself(region):
             ledger.refuse_copy(names, target, source, "several elements of the target share a byte")
         elif not _fits(source, target):
             ledger.refuse_copy(names, target, source, "shape mismatch")
@@ -188,7 +189,7 @@ class DispatchMode(TorchDispatchMode):
             ledger.refuse_copy(names, target, source, "implicit cast (casts='allow' accepts it)")
         elif origin is not None and origin.source is not None and source.dtype == target.dtype:
             wire_bytes = squeezed(Region.of(source))
-        ledger.claim(target, names, live, wire_bytes)
+        ledger.claim(target, names, live, wire_bytes, squeezed(region))
         if to is None or not to.destinations:
             ledger.mark(target, names, live)
         return True
@@ -268,6 +269,19 @@ class DispatchMode(TorchDispatchMode):
         return target
 
 
+_SPECIAL_OPERATORS: dict[str, Callable[..., Any]] = {
+    "copy_": DispatchMode._copy_,
+    "_foreach_copy_": DispatchMode._foreach_copy_,
+    "_to_copy": DispatchMode._to_copy,
+    "clone": DispatchMode._clone,
+    "index_put_": DispatchMode._index_put_,
+    "index_copy_": DispatchMode._index_copy_,
+    "_pin_memory": DispatchMode._pin_memory,
+    "set_": DispatchMode._rebind_,
+    "resize_": DispatchMode._rebind_,
+}
+
+
 class FunctionMode(TorchFunctionMode):
     """Notes which source a loader looks at, and handles the calls that no dispatch mode sees."""
 
@@ -275,25 +289,17 @@ class FunctionMode(TorchFunctionMode):
         super().__init__()
         self.ledger = ledger
         self.dispatch = dispatch
-        tensor = torch.Tensor
-        self._special: dict[Any, Callable[..., Any]] = {
-            tensor.data.__set__: self._set_data,  # type: ignore[attr-defined]
-            tensor.__setitem__: self._setitem, tensor.to: self._to,
-            tensor.cpu: self._move, tensor.cuda: self._move, tensor.pin_memory: self._move,
-            tensor.numpy: self._leave_torch, tensor.__array__: self._leave_torch, tensor.tolist: self._leave_torch,
-            tensor.data_ptr: self._address,
-        }  # fmt: skip
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         first = args[0] if args else None
-        if isinstance(first, torch.Tensor):
+        if isinstance(first, torch.Tensor) and first.is_meta:  # sources are on meta
             name = self.ledger.name_of(first)
             if name is not None:
                 self.ledger.current = name
                 self.ledger.touched.add(name)
-        special = self._special.get(func)
+        special = _SPECIAL_CALLS.get(func)
         if special is not None:
-            return special(func, *args, **(kwargs or {}))
+            return special(self, func, *args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
     def _is_derived(self, tensor: torch.Tensor) -> bool:
@@ -350,6 +356,20 @@ class FunctionMode(TorchFunctionMode):
         return int(func(tensor))
 
 
+_SPECIAL_CALLS: dict[Any, Callable[..., Any]] = {
+    torch.Tensor.data.__set__: FunctionMode._set_data,  # type: ignore[attr-defined]
+    torch.Tensor.__setitem__: FunctionMode._setitem,
+    torch.Tensor.to: FunctionMode._to,
+    torch.Tensor.cpu: FunctionMode._move,
+    torch.Tensor.cuda: FunctionMode._move,
+    torch.Tensor.pin_memory: FunctionMode._move,
+    torch.Tensor.numpy: FunctionMode._leave_torch,
+    torch.Tensor.__array__: FunctionMode._leave_torch,
+    torch.Tensor.tolist: FunctionMode._leave_torch,
+    torch.Tensor.data_ptr: FunctionMode._address,
+}
+
+
 def note_rebinding(ledger: Ledger, target: torch.Tensor, value: torch.Tensor | None) -> None:
     """Notes that a loader gives a live tensor other storage, which is refused if that changes its layout.
 
@@ -377,6 +397,8 @@ def _as_meta(tensor: torch.Tensor) -> torch.Tensor:
 
 def _fits(source: torch.Tensor, target: torch.Tensor) -> bool:
     """Whether torch would broadcast `source` to `target`."""
+    if source.shape == target.shape:
+        return True
     if source.dim() > target.dim():
         return False
     pairs = zip(reversed(source.shape), reversed(target.shape), strict=False)

@@ -79,6 +79,11 @@ class Ledger:
         self._by_storage: dict[int, list[Claim]] = defaultdict(list)
         self._elsewhere: dict[int, list[tuple[Names, Region]]] = defaultdict(list)
 
+    def close(self) -> None:
+        """Lets go of every storage. What was found stays."""
+        self._holdings.clear()
+        self._elsewhere.clear()
+
     # --- who holds what
 
     def of(self, tensor: torch.Tensor) -> Holding | None:
@@ -141,17 +146,25 @@ class Ledger:
 
     # --- who writes what
 
-    def claim(self, target: torch.Tensor, names: Names, live: Indices = NO_LIVE, source: Region | None = None) -> None:
+    def claim(
+        self,
+        target: torch.Tensor,
+        names: Names,
+        live: Indices = NO_LIVE,
+        source: Region | None = None,
+        region: Region | None = None,
+    ) -> None:
         """Notes a write to a live tensor, or to one that may turn out to belong to the model later.
 
         Args:
             target: The view that is written.
             names: What the value is computed from; without names it belongs to the name being loaded.
             live: Destinations whose live bytes the value depends on.
-            source: The wire bytes, squeezed like `squeezed(target)`, for a plain copy.
+            source: The wire bytes, squeezed, for a plain copy.
+            region: The view's own bytes, squeezed, if the caller has them already.
         """
         holding = self.of(target)
-        region = squeezed(Region.of(target))
+        region = region or squeezed(Region.of(target))
         if holding is None or not holding.destinations:
             self._elsewhere[storage_key(target)].append((names, region))
             return
@@ -175,7 +188,7 @@ class Ledger:
         return self._elsewhere.get(storage_key(tensor), [])
 
     def _destination_at(self, candidates: Sequence[int], region: Region) -> int:
-        for index in candidates:
+        for index in candidates if len(candidates) > 1 else ():
             if _spans(self.destinations[index].region, region):
                 return index
         return candidates[0]

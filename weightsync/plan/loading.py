@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 
+from weightsync.manifest import ParamMeta
 from weightsync.plan.ledger import Ledger
 from weightsync.reachable import holders, walk
 
@@ -153,28 +155,26 @@ class Feed:
 
     Attributes:
         exhausted: Whether everything has been drawn.
-        drawn: Names drawn so far.
     """
 
-    def __init__(self, ledger: Ledger, pending: Iterable[tuple[str, str, torch.Size, torch.dtype]]) -> None:
+    def __init__(self, ledger: Ledger, pending: Iterable[tuple[ParamMeta, str]]) -> None:
         self._ledger = ledger
-        self._pending = iter(pending)
+        # Made here, where no mode is active yet; each is let go of when it is drawn.
+        self._pending = deque(
+            (meta.name, given, torch.empty(meta.shape, dtype=meta.dtype, device="meta")) for meta, given in pending
+        )
         self.exhausted = False
-        self.drawn: list[str] = []
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         return self
 
     def __next__(self) -> tuple[str, torch.Tensor]:
-        try:
-            name, given, shape, dtype = next(self._pending)
-        except StopIteration:
+        if not self._pending:
             self.exhausted, self._ledger.current = True, None
-            raise
-        tensor = torch.empty(shape, dtype=dtype, device="meta")
+            raise StopIteration
+        name, given, tensor = self._pending.popleft()
         self._ledger.add_source(name, tensor)
         self._ledger.current = name
-        self.drawn.append(name)
         return given, tensor
 
 

@@ -232,8 +232,9 @@ def _plan_from(
     recording: Recording, manifest: Manifest, mode: Mode, scope: Scope, modes: Mapping[str, Any]
 ) -> ReloadPlan:
     """Proves coverage and makes the plan; raises for everything that is wrong, at once."""
-    vague = frozenset(name for name, plan in recording.names.items() if plan.treatment == "value_dependent")
-    coverage = prove(recording.destinations, recording.claims, scope=scope, value_dependent=vague)
+    vague = {name for name, plan in recording.names.items() if plan.treatment == "value_dependent"}
+    unseen = frozenset(vague | recording.refusals.keys())
+    coverage = prove(recording.destinations, recording.claims, scope=scope, unseen=unseen)
     check_plan(recording, coverage)
     return ReloadPlan(
         manifest=manifest,

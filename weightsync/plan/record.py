@@ -95,6 +95,7 @@ def record(
         _note_new_tensors(model, slots, ledger)
     finally:
         state.restore()
+        ledger.close()
     recording = _conclude(run, held)
     for name in ignored:
         recording.names[name] = NamePlan(name, "ignored", "matches a pattern of ignore")
@@ -174,8 +175,7 @@ class _Run:
         remaining = names
         num_errors = 0
         while remaining and num_errors < max_errors:
-            rows = [(self.entries[name], mapping.get(name, name)) for name in remaining]
-            feed = Feed(self.ledger, [(e.name, given, torch.Size(e.shape), e.dtype) for e, given in rows])
+            feed = Feed(self.ledger, [(self.entries[name], mapping.get(name, name)) for name in remaining])
             blamed: set[str] = set()
             while num_errors < max_errors:
                 failed = self._attempt(feed, keep_failures)
@@ -247,6 +247,8 @@ def _note_new_tensors(model: torch.nn.Module, before: list[Slot], ledger: Ledger
             writes = [(holding.names, Region.of(slot.tensor))]
         if not writes or (holding is not None and holding.destinations):
             continue
+        if known is None and slot.kind == "attribute":
+            continue  # the model keeps something of the source, which makes its name opaque
         names = frozenset().union(*(names for names, _ in writes))
         ledger.rebound |= names
         if known is None:
