@@ -121,11 +121,10 @@ def copy_floor(stacks: list[StagedShards], device: str, repeat: int) -> float:
     return timed(lambda: [a.copy_(b) for a, b in zip(target, source, strict=True)], lambda: None, device, repeat)
 
 
-def run_kernel(stacks: list[StagedShards]) -> None:
+def run_kernel(stacks: list[StagedShards], flags: torch.Tensor) -> None:
     from megamoe_adapter import requantize_triton
 
-    for stack in stacks:
-        requantize_triton.requantize_(stack)
+    requantize_triton.requantize_(stacks, flags)
 
 
 def run_each(function: Callable[..., object], shards: list[tuple[torch.Tensor, ...]]) -> None:
@@ -165,7 +164,8 @@ def measure(
     peers = measure_peers(stacks, device, max(3, repeat // 4))
     ours = {"checked": lambda: requantize_layer_("bench", stacks)}
     if device == "cuda":
-        ours["kernel"] = lambda: run_kernel(stacks)
+        no_faults = torch.zeros(1, dtype=torch.int32, device=device)
+        ours["kernel"] = lambda: run_kernel(stacks, no_faults)
     rows: list[dict[str, object]] = []
     for case, run in ours.items():
         seconds = timed(run, lambda: draw(stacks), device, repeat)

@@ -25,7 +25,7 @@ the exact comparison; tests/golden holds its bytes.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -77,7 +77,7 @@ def requantize_block_fp8(weight: torch.Tensor, scale: torch.Tensor) -> tuple[tor
         ValueError: A shape or dtype is wrong, a scale is negative, not finite or above 2**127, or a code is NaN.
     """
     _check_block_fp8(weight, scale)
-    _raise_faults("requantize_block_fp8", ["the weight"], [inspect(weight, scale)])
+    _raise_faults("requantize_block_fp8", lambda: ["the weight"], [inspect(weight, scale)])
     out = torch.empty_like(weight, memory_format=torch.contiguous_format)
     scale_bytes = torch.empty(weight.shape[0], weight.shape[1] // GROUP, dtype=torch.uint8, device=weight.device)
     for rows, blocks in _slabs(*weight.shape):
@@ -248,9 +248,13 @@ def requantize_layer_(layer: str, stacks: Sequence[StagedShards]) -> None:
     stacks = [stack for stack in stacks if stack.shards]
     if not stacks:
         return
-    names = [name for stack in stacks for name in stack.names]
+
+    def names() -> list[str]:
+        return [name for stack in stacks for name in stack.names]
+
     if stacks[0].weight.is_cuda:
-        _requantize_on_gpu(layer, names, stacks)
+        # The second pass asks the first one's flags on the device, so nothing waits in between.
+        _raise_faults(layer, names, _requantize_on_gpu(stacks))
         return
     _raise_faults(layer, names, [flag for stack in stacks for flag in inspect_shards(stack)])
     for stack in stacks:
@@ -258,16 +262,16 @@ def requantize_layer_(layer: str, stacks: Sequence[StagedShards]) -> None:
             requantize_shard_(stack.weight, stack.scale, slot, half, block_scale_rows(stack.block_scale, slot, half))
 
 
-def _requantize_on_gpu(layer: str, names: Sequence[str], stacks: Sequence[StagedShards]) -> None:
+def _requantize_on_gpu(stacks: Sequence[StagedShards]) -> list[int]:
+    """Both passes, then the flags of each shard: if one has a fault, no stack was changed."""
     try:
         from megamoe_adapter import requantize_triton
     except ImportError as error:
         raise RuntimeError("requantising on a GPU needs Triton: pip install triton") from error
     with torch.cuda.device(stacks[0].weight.device):
-        flags = torch.cat([requantize_triton.inspect(stack) for stack in stacks]).tolist()  # the one synchronisation
-        _raise_faults(layer, names, flags)
-        for stack in stacks:
-            requantize_triton.requantize_(stack)
+        flags = requantize_triton.inspect(stacks)
+        requantize_triton.requantize_(stacks, flags)
+        return list(flags.tolist()[:-1])
 
 
 def requantize_shard_(
@@ -389,16 +393,16 @@ def _ue8m0_bytes(scale: torch.Tensor) -> torch.Tensor:
     return scale.view(torch.uint8)
 
 
-def _raise_faults(layer: str, names: Sequence[str], flags: Sequence[int]) -> None:
-    """ValueError for what cannot be requantised; a warning, once, for what will be rounded."""
+def _raise_faults(layer: str, names: Callable[[], Sequence[str]], flags: Sequence[int]) -> None:
+    """ValueError for what cannot be requantised; a warning, once, for what is rounded."""
     global _has_warned
-    faults = []
-    for name, flag in zip(names, flags, strict=True):
-        if flag & BAD_SCALE:
-            faults.append(f"{name} has a block scale that is negative, not finite or above 2**127")
-        if flag & NAN_CODE:
-            faults.append(f"{name} has NaN among its E4M3 codes")
-    if faults:
+    if any(flag & (BAD_SCALE | NAN_CODE) for flag in flags):
+        faults = []
+        for name, flag in zip(names(), flags, strict=True):
+            if flag & BAD_SCALE:
+                faults.append(f"{name} has a block scale that is negative, not finite or above 2**127")
+            if flag & NAN_CODE:
+                faults.append(f"{name} has NaN among its E4M3 codes")
         raise ValueError(
             f"{layer}: cannot requantise, nothing was changed: {shown(faults)}. "
             "Send these shards again from a checkpoint without them"

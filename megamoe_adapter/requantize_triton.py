@@ -14,12 +14,14 @@ A tile depends on nothing outside itself, so it can be overwritten; there is no 
 hardware converts E4M3 (capability 8.9 and up) the kernel uses it; elsewhere, and in Triton's interpreter, whose cast
 does not round to nearest even, the same conversion is done on integers.
 
-    flags = inspect(stack)         # int32 per shard, on the device: NAN_CODE | BAD_SCALE | ROUNDS
-    requantize_(stack)             # StagedShards, already found sound
+    flags = inspect(stacks)        # int32 on the device: NAN_CODE | BAD_SCALE | ROUNDS of each shard, then any fault
+    requantize_(stacks, flags)     # changes nothing if the last flag is set; the host need not wait to know
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -34,26 +36,42 @@ MAX_WORDS = 2
 NUM_WARPS = 4
 
 
-def requantize_(stack: StagedShards) -> None:
-    """Requantises the shards of a stack in place, one launch; does not check codes or scales.
+def inspect(stacks: Sequence[StagedShards]) -> torch.Tensor:
+    """Flags of every shard, one launch per stack; reads each code once and changes nothing.
 
     Args:
-        stack: All tensors on one CUDA device (or, under `TRITON_INTERPRET=1`, on CPU).
+        stacks: On one CUDA device, the current one (or, under `TRITON_INTERPRET=1`, on CPU); shards in all of them.
+
+    Returns:
+        int32 (shards of all stacks + 1,) on the device; the last is nonzero if a shard has `NAN_CODE` or `BAD_SCALE`.
     """
-    scale = restore_scale_strides(stack.scale)
-    grid, shape = _launch(stack)
-    _requantize[grid](
-        stack.weight.view(torch.uint8), stack.block_scale, scale, stack.table, **shape,
-        NATIVE=_has_native_e4m3(stack.weight.device), num_warps=NUM_WARPS, enable_fp_fusion=False,
-    )  # fmt: skip
-
-
-def inspect(stack: StagedShards) -> torch.Tensor:
-    """Flags of each shard, int32 on the stack's device, in one launch; reads each code once and changes nothing."""
-    flags = torch.zeros(len(stack.shards), dtype=torch.int32, device=stack.weight.device)
-    grid, shape = _launch(stack)
-    _inspect[grid](stack.weight.view(torch.int32), stack.block_scale, flags, stack.table, **shape, num_warps=NUM_WARPS)
+    num_shards = sum(len(stack.shards) for stack in stacks)
+    flags = torch.zeros(num_shards + 1, dtype=torch.int32, device=stacks[0].weight.device)
+    first = 0
+    for stack in stacks:
+        grid, shape = _launch(stack)
+        _inspect[grid](
+            stack.weight.view(torch.int32), stack.block_scale, flags, stack.table, first, num_shards, **shape,
+            num_warps=NUM_WARPS,
+        )  # fmt: skip
+        first += len(stack.shards)
     return flags
+
+
+def requantize_(stacks: Sequence[StagedShards], flags: torch.Tensor) -> None:
+    """Requantises every shard in place, one launch per stack, unless the last of `flags` is set.
+
+    Args:
+        stacks: As for `inspect`.
+        flags: What `inspect` returned for them.
+    """
+    for stack in stacks:
+        grid, shape = _launch(stack)
+        _requantize[grid](
+            stack.weight.view(torch.uint8), stack.block_scale, restore_scale_strides(stack.scale), stack.table,
+            flags[-1:], **shape, NATIVE=_has_native_e4m3(stack.weight.device), num_warps=NUM_WARPS,
+            enable_fp_fusion=False,
+        )  # fmt: skip
 
 
 def _launch(stack: StagedShards) -> tuple[tuple[int], dict[str, Any]]:
@@ -70,6 +88,7 @@ def _launch(stack: StagedShards) -> tuple[tuple[int], dict[str, Any]]:
     return (tiles * len(stack.shards),), shape
 
 
+@lru_cache
 def _has_native_e4m3(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
@@ -119,10 +138,10 @@ def _encode(value, NATIVE: tl.constexpr):
 
 @triton.jit
 def _requantize(
-    weight, block_scale, packed, shards, shard_rows, words,
+    weight, block_scale, packed, shards, fault, shard_rows, words,
     HALVES: tl.constexpr, BLOCK_ROWS: tl.constexpr, WORDS: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """One tile; see the module. `weight` uint8, `block_scale` float32, `packed` int32, `shards` int32 pointers."""
+    """One tile; see the module. Pointers: `weight` uint8, `block_scale` float32, `packed`, `shards`, `fault` int32."""
     _, expert, half, row0, word0 = _tile(shards, shard_rows, words, HALVES, BLOCK_ROWS, WORDS)
     num_rows = shard_rows * HALVES
     GROUPS: tl.constexpr = WORDS * 4
@@ -145,22 +164,22 @@ def _requantize(
     exponent = tl.where(is_zero, 0, tl.where(is_large, exponent + 18, exponent))
 
     value = value * factor[:, :, None]
-    tl.store(codes, tl.reshape(_encode(value, NATIVE), (BLOCK_ROWS, WORDS * 128)))
-
+    requantised = tl.reshape(_encode(value, NATIVE), (BLOCK_ROWS, WORDS * 128))
     shifted = tl.reshape(exponent, (BLOCK_ROWS, WORDS, 4)) << (8 * tl.arange(0, 4))[None, None, :]
     scale_row = kernel_row // 128 * 128 + kernel_row % 32 * 4 + kernel_row % 128 // 32
     word = word0 + tl.arange(0, WORDS)
-    tl.store(
-        packed + expert.to(tl.int64) * num_rows * words + word[None] * num_rows + scale_row[:, None], tl.sum(shifted, 2)
-    )
+    scales = packed + expert.to(tl.int64) * num_rows * words + word[None] * num_rows + scale_row[:, None]
+    if tl.load(fault) == 0:
+        tl.store(codes, requantised)
+        tl.store(scales, tl.sum(shifted, axis=2))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first", "last"])
 def _inspect(
-    weight, block_scale, flags, shards, shard_rows, words,
+    weight, block_scale, flags, shards, first, last, shard_rows, words,
     HALVES: tl.constexpr, BLOCK_ROWS: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
-    """One tile's flags. `weight` is an int32 pointer: four codes at a time."""
+    """One tile's flags, into `flags[first + shard]` and, if a fault, `flags[last]`; `weight` int32: four codes each."""
     index, expert, half, row0, word0 = _tile(shards, shard_rows, words, HALVES, BLOCK_ROWS, WORDS)
     kernel_row = _kernel_rows(row0 + tl.arange(0, BLOCK_ROWS), half, HALVES)
     columns = word0 * 32 + tl.arange(0, WORDS * 32)
@@ -170,10 +189,12 @@ def _inspect(
     has_nan = ((codes & 0x7F7F7F7F) + 0x01010101) & -0x7F7F7F80
     block_row = (expert * HALVES + half) * (shard_rows // 128) + row0 // 128
     scale = tl.load(block_scale + block_row * words + word0 + tl.arange(0, WORDS))
-    is_sound = (scale >= 0) & (scale <= 1.7014118346046923e38)  # 2**127
+    is_good = (scale >= 0) & (scale <= 1.7014118346046923e38)  # 2**127
     rounds = (scale.to(tl.int32, bitcast=True) & 0x7FFFFF) != 0
     flag = tl.max(tl.max((has_nan != 0).to(tl.int32), axis=1), axis=0)
-    flag |= tl.max((is_sound == 0).to(tl.int32), axis=0) << 1
+    flag |= tl.max((is_good == 0).to(tl.int32), axis=0) << 1
     flag |= tl.max(rounds.to(tl.int32), axis=0) << 2
     # Most tiles of a shard say the same: look first, so that few of them queue for the atomic.
-    tl.atomic_or(flags + index, flag, mask=(flag & ~tl.load(flags + index)) != 0)
+    place = flags + first + index
+    tl.atomic_or(place, flag, mask=(flag & ~tl.load(place)) != 0)
+    tl.atomic_or(flags + last, flag, mask=(flag & 3) != 0)

@@ -42,6 +42,14 @@ def to_device(scale, device):
     return layout.restore_scale_strides(scale.to(device))
 
 
+def requantize_without_faults(*stacks):
+    from megamoe_adapter import requantize_triton
+
+    flags = requantize_triton.inspect(stacks)
+    assert not flags[-1]
+    requantize_triton.requantize_(stacks, flags)
+
+
 def reference_(stack):
     for slot, half in stack.shards:
         blocks = layout.block_scale_rows(stack.block_scale, slot, half)
@@ -54,8 +62,6 @@ def assert_same(got, expected):
 
 
 def case_random_shards(device):
-    from megamoe_adapter import requantize_triton
-
     for halves, options in (
         ((GATE, UP), {"rows": 256}),
         ((GATE, UP), {"cols": 384, "shards": [(1, UP), (0, GATE)]}),
@@ -63,40 +69,34 @@ def case_random_shards(device):
         ((None,), {"experts": 3, "shards": [(2, None)]}),
     ):
         stack, expected = make_stack(device, halves, **options), make_stack("cpu", halves, **options)
-        requantize_triton.requantize_(stack)
+        requantize_without_faults(stack)
         reference_(expected)
         assert_same(stack, expected)
 
 
 def case_golden_w2(device):
-    from megamoe_adapter import requantize_triton
-
     golden = load_file(GOLDEN / "layout.safetensors")
     for case in ("general", "pow2"):
         weight = golden[f"sm90_fp8.{case}.w2_weight"].view(E4M3).to(device)
         blocks = golden[f"sm90_fp8.{case}.w2_weight_scale_inv"].to(device)
         packed = to_device(allocate_scale(2, 256, 1).fill_(-1), device)
-        requantize_triton.requantize_(StagedShards(weight, blocks, packed, [(0, None), (1, None)]))
+        requantize_without_faults(StagedShards(weight, blocks, packed, [(0, None), (1, None)]))
         assert torch.equal(weight.view(torch.uint8).cpu(), golden[f"sm100_mxfp8.{case}.w2_weight"])
         assert torch.equal(packed.cpu(), golden[f"sm100_mxfp8.{case}.w2_weight_scale"])
 
 
 def case_golden_w13(device):
-    from megamoe_adapter import requantize_triton
-
     golden = load_file(GOLDEN / "layout.safetensors")
     weight = golden["sm90_fp8.general.w13_weight"].view(E4M3).to(device)
     blocks = golden["sm90_fp8.general.w13_weight_scale_inv"].to(device)
     packed = to_device(allocate_scale(2, 256, 2).fill_(-1), device)
     shards = [(1, UP), (0, GATE), (1, GATE), (0, UP)]
-    requantize_triton.requantize_(StagedShards(weight, blocks, packed, shards))
+    requantize_without_faults(StagedShards(weight, blocks, packed, shards))
     assert torch.equal(weight.view(torch.uint8).cpu(), golden["sm100_mxfp8.general.w13_weight"])
     assert torch.equal(packed.cpu(), golden["sm100_mxfp8.general.w13_weight_scale"])
 
 
 def case_every_code_is_exact_under_a_power_of_two(device):
-    from megamoe_adapter import requantize_triton
-
     codes = torch.arange(254, dtype=torch.uint8)
     codes[127:] += 1  # 0x7F and 0xFF left out
     codes = torch.nn.functional.pad(codes, (0, 2))
@@ -105,7 +105,7 @@ def case_every_code_is_exact_under_a_power_of_two(device):
         weight = shuffled[None].clone().view(E4M3).to(device)
         packed = to_device(allocate_scale(1, 128, 2), device)
         stack = StagedShards(weight, torch.full((1, 1, 2), 2.0**exponent, device=device), packed, [(0, None)])
-        requantize_triton.requantize_(stack)
+        requantize_without_faults(stack)
         scale = layout.read_packed_scales(packed.cpu(), 0, None).double() - 127
         got = weight[0].cpu().double() * torch.exp2(scale).repeat_interleave(32, 1)
         assert torch.equal(got, shuffled.view(E4M3).double() * 2.0**exponent), exponent
@@ -114,8 +114,6 @@ def case_every_code_is_exact_under_a_power_of_two(device):
 def case_ties_and_peaks_at_the_limit(device):
     """Codes half way between two others, above the even one (17/16) and below it (3/2), normal and tiny; and peaks one
     float32 step below, at and above 448 times a power of two."""
-    from megamoe_adapter import requantize_triton
-
     limit = torch.tensor([1.75]).view(torch.int32)
     steps = [(limit + step).view(torch.float32).item() for step in (-1, 0, 1)]
     for factor in (1.0625, 1.5, 1.5 * 2.0**-127, 2.0**-130, 2.0**-133, *steps, steps[2] * 2.0**-60, steps[2] * 2.0**90):
@@ -125,7 +123,7 @@ def case_ties_and_peaks_at_the_limit(device):
             codes = each.weight.view(torch.uint8)
             codes[1, :, ::8] = 0x78  # a power of two, the peak of its group: the factor is the mantissa
             codes[1].masked_fill_((codes[1] & 0x7F) > 0x78, 0)
-        requantize_triton.requantize_(stack)
+        requantize_without_faults(stack)
         reference_(expected)
         assert_same(stack, expected)
 
@@ -135,18 +133,35 @@ def case_flags(device):
 
     stack = make_stack(device, (GATE, UP), experts=3, cols=256)
     stack.block_scale.fill_(0.5)
-    assert requantize_triton.inspect(stack).tolist() == [0] * 6
+    assert requantize_triton.inspect([stack]).tolist()[:-1] == [0] * 6
     codes = stack.weight.view(torch.uint8)
     codes[0, 8, 0] = 0x7F  # expert 0, row 0 of up
     codes[1, 255 - 8, 255] = 0xFF  # expert 1, the last row of gate
     for index, value in enumerate((float("nan"), float("inf"), -1e-40, 1.8e38)):
         stack.block_scale[2, 0, 1] = value
         stack.block_scale[1, 1, 0] = 0.75  # expert 1, up
-        flags = requantize_triton.inspect(stack).tolist()
+        flags = requantize_triton.inspect([stack]).tolist()[:-1]
         assert flags == requantize.inspect_shards(stack), index
         assert flags[:4] == [0, requantize.NAN_CODE, requantize.NAN_CODE, requantize.ROUNDS]
         assert flags[4] & requantize.BAD_SCALE
         assert flags[5] == 0
+
+
+def case_a_fault_in_one_stack_leaves_all_of_them_alone(device):
+    from megamoe_adapter import requantize_triton
+
+    stacks = [make_stack(device, (GATE, UP)), make_stack(device, (None,), cols=256)]
+    stacks[0].block_scale.fill_(0.75)
+    for spoil, fault in ((lambda: None, 0), (lambda: stacks[1].block_scale[0].fill_(-1.0), requantize.BAD_SCALE)):
+        spoil()
+        before = [(stack.weight.view(torch.uint8).clone(), stack.scale.clone()) for stack in stacks]
+        flags = requantize_triton.inspect(stacks)
+        assert flags[:4].tolist() == [requantize.ROUNDS] * 4
+        assert [flag & ~requantize.ROUNDS for flag in flags[4:6].tolist()] == [fault, 0]
+        requantize_triton.requantize_(stacks, flags)
+        for stack, (weight, scale) in zip(stacks, before, strict=True):
+            assert torch.equal(stack.weight.view(torch.uint8), weight) == bool(fault)
+            assert torch.equal(stack.scale, scale) == bool(fault)
 
 
 CASES = {name.removeprefix("case_"): run for name, run in list(globals().items()) if name.startswith("case_")}
