@@ -102,7 +102,7 @@ def make(source, shape, size, generator, *, global_scale=1.0, pow2=False):
             "weight": packed,
             "weight_scale": scale,
             "weight_scale_2": torch.tensor(global_scale),
-            "input_scale": torch.rand((), generator=generator) * 0.002 + 0.001,
+            "input_scale": torch.rand((), generator=generator) * 0.02 + 0.02,
         }
         return tensors, blockwise(decode_fp4(packed), scale.float(), 1, 16) * tensors["weight_scale_2"]
     exponent = torch.randint(120, 124, (rows, columns // 32), generator=generator)
