@@ -20,7 +20,7 @@ repack, free. So a module is loaded in one of two ways:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -48,9 +48,14 @@ class ModuleRecord:
     scopes: tuple[Scope, ...]
 
     @property
-    def parameters(self) -> dict[str, Any]:
+    def parameters(self) -> Mapping[str, Any]:
         """Recorded parameters by name."""
         return self.scopes[0].values
+
+    @property
+    def attributes(self) -> Mapping[str, Any]:
+        """Recorded plain attributes by name."""
+        return self.scopes[2].values
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +113,7 @@ def record_layouts(model: torch.nn.Module) -> None:
 
 
 def module_modes(model: torch.nn.Module, mode: Mode) -> dict[str, ModuleMode]:
-    """How each module that has parameters is loaded in a session of the given mode.
+    """How each module that has tensors to load is loaded in a session of the given mode.
 
     Args:
         model: The model.
@@ -128,9 +133,12 @@ def module_modes(model: torch.nn.Module, mode: Mode) -> dict[str, ModuleMode]:
     unrecorded: list[str] = []
     for path, module in modules.items():
         record = records.get(module)
-        if not _has_loadable(module, record):
-            continue
         hook = hooked.get(id(module))
+        if not _has_loadable(module, record):
+            if mode == "layerwise" and any(buffer is not None for buffer in module._buffers.values()):
+                from_record = hook is not None and record is not None
+                modes[path] = ModuleMode(mode, "it has buffers that may be loaded", from_record)
+            continue
         if declares_direct(module):
             modes[path] = ModuleMode(mode, "it declares supports_direct_reload", from_record=False)
         elif hook is not None:

@@ -100,6 +100,17 @@ def declares_direct(module: torch.nn.Module) -> bool:
     )
 
 
+def activation_dtype(model: torch.nn.Module) -> torch.dtype:
+    """The dtype that attention-like hooks are given: the model's, its config's, else that of its first weights."""
+    config = getattr(model, "config", None)
+    for holder, name in ((model, "dtype"), (config, "dtype"), (config, "torch_dtype")):
+        found = getattr(holder, name, None)
+        if isinstance(found, torch.dtype):
+            return found
+    floating = (p.dtype for p in model.parameters() if p.is_floating_point() and p.dtype.itemsize > 1)
+    return next(floating, torch.get_default_dtype())
+
+
 class HookGuards:
     """Shadows every hook on its instance until closed: called early it does nothing, later it runs at most once.
 
@@ -124,7 +135,7 @@ class HookGuards:
         for hook in self._hooks:
             method = self._methods.pop(id(hook.owner), None)
             if method is not None:
-                object.__delattr__(hook.owner, HOOK)
+                vars(hook.owner).pop(HOOK, None)
                 if getattr(hook.owner, HOOK) != method:
                     object.__setattr__(hook.owner, HOOK, method)  # it was an instance attribute before
 

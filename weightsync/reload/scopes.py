@@ -126,6 +126,7 @@ class Swap:
             for scope, live in zip(scopes, self.live, strict=True)
         ]
         self._other = self.start
+        self._contents = {id(v): _contents(v) for values in self.start for v in values.values() if _is_container(v)}
 
     def install(self) -> None:
         """Puts the recorded values (or what `uninstall` took out) in place of the live ones."""
@@ -138,6 +139,28 @@ class Swap:
         self._other = [scope.read() for scope in self.scopes]
         for scope, values in zip(self.scopes, self.live, strict=True):
             scope.write(values)
+
+    def is_changed(self, value: Any) -> bool:
+        """Whether a container that this swap made or kept has other items than at first."""
+        was = self._contents.get(id(value))
+        return was is not None and not _same_items(was, _contents(value))
+
+    def changed_holders(self) -> list[Any]:
+        """Holders of attributes that are not as they were recorded."""
+        return [
+            scope.holder
+            for scope, start, live in zip(self.scopes, self.start, self.live, strict=True)
+            if scope.registry == "attributes" and any(live.get(k, ABSENT) is not v for k, v in start.items())
+        ]
+
+    def made(self) -> dict[str, torch.Tensor]:
+        """Tensors that are not the live ones, by the path of the name that holds them."""
+        return {
+            scope.path_of(name): value
+            for scope, values, live in zip(self.scopes, self.start, self.live, strict=True)
+            for name, value in values.items()
+            if isinstance(value, torch.Tensor) and value is not live.get(name, ABSENT)
+        }
 
     def _entries(self) -> list[tuple[Scope, str, Any, Any]]:
         return [
@@ -218,6 +241,22 @@ def _matching(value: Container, live: Any) -> list[Any]:
         return [live.get(key, ABSENT) if isinstance(live, dict) else ABSENT for key in value.keys]
     items = list(live) if isinstance(live, (list, tuple, set)) and type(live) is value.cls else []
     return [items[index] if index < len(items) else ABSENT for index in range(len(value.items))]
+
+
+def _is_container(value: Any) -> bool:
+    return isinstance(value, (list, dict, set))
+
+
+def _contents(value: Any, depth: int = 0) -> list[Any]:
+    """The items of a container, and of the containers in it."""
+    items = [part for item in value.items() for part in item] if isinstance(value, dict) else list(value)
+    if depth < 8:
+        items += [inner for item in items if _is_container(item) for inner in _contents(item, depth + 1)]
+    return items
+
+
+def _same_items(left: list[Any], right: list[Any]) -> bool:
+    return len(left) == len(right) and all(a is b for a, b in zip(left, right, strict=True))
 
 
 def _same_plain(left: Any, right: Any) -> bool:

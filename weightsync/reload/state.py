@@ -18,7 +18,7 @@ import torch
 
 if TYPE_CHECKING:
     from weightsync.manifest import Manifest
-    from weightsync.reload.direct import Replay
+    from weightsync.reload.direct import BoundPlan
     from weightsync.reload.layouts import ModuleRecord
     from weightsync.reload.session import ReloadSession
 
@@ -38,8 +38,8 @@ class ModelState:
         newest_version: Newest version ever published; the next one must be greater.
         records: Layout of each module before its first post-load hook, from `record_layouts`.
         last_manifest: Manifest of the last finished session, so that the next one need not be told.
-        replay: Bound copies of the last plan, reused while plan and addresses stay the same.
-        hook_written: Paths of unloaded tensors that post-load hooks were seen to write.
+        bound: The last plan bound to live tensors, reused while plan and addresses stay the same.
+        torn_by: What tore the model, for messages.
         gate: Handles of the forward pre-hook that refuses to serve.
     """
 
@@ -50,8 +50,8 @@ class ModelState:
     newest_version: int | None = None
     records: dict[torch.nn.Module, ModuleRecord] = field(default_factory=dict)
     last_manifest: Manifest | None = None
-    replay: Replay | None = None
-    hook_written: set[str] = field(default_factory=set)
+    bound: BoundPlan | None = None
+    torn_by: str = ""
     gate: list[Any] = field(default_factory=list)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModelState:

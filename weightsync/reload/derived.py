@@ -1,0 +1,216 @@
+"""State that follows from weights without being loaded: arrival marks, Python numbers, caches that forward builds.
+
+Three protocols a module may speak, and what is done where it doesn't:
+
+    weights_replayed(calls)      told which loader calls were replayed as plain copies; needed if loaders keep books
+    discard_arrivals()           told that old bytes were put back
+    refresh_derived()            recomputes, in place, what forward otherwise builds lazily and keeps
+
+A cache that forward builds for itself (`if self._c is None: self._c = pad(self.sink)`) and that no `refresh_derived`
+owns is emptied, and once forward has built it again, the new value is moved to the old address.
+"""
+
+from __future__ import annotations
+
+import dis
+import inspect
+import types
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from weightsync import reachable
+from weightsync.errors import LayoutError
+from weightsync.plan.loading import Loader
+from weightsync.reload.records import same_layout
+from weightsync.reload.scopes import ABSENT
+from weightsync.reload.state import state_of
+
+if TYPE_CHECKING:
+    from weightsync.reload.direct import BoundPlan
+
+Call = tuple[str, str, int]  # weight name, shard id, expert id
+_NOTHING: Any = object()
+
+
+def host_scalars(model: torch.nn.Module) -> dict[str, Any]:
+    """Python numbers and flags among the attributes of modules and their helper objects, by path."""
+    found: dict[str, Any] = {}
+    for holder in reachable._visit(model):
+        if isinstance(holder.value, (torch.Tensor, *reachable._CONTAINERS, *reachable._CALLABLES)):
+            continue
+        for name, value in reachable._attributes(holder.value).items():
+            if isinstance(value, (bool, int, float)) and name != "training":
+                found[f"{holder.path}.{name}" if holder.path else name] = value
+    return found
+
+
+def changed_scalars(before: Mapping[str, Any], model: torch.nn.Module) -> dict[str, tuple[Any, Any]]:
+    """Path -> (before, now) of numbers and flags that changed or came up; None stands for "not there"."""
+    now = host_scalars(model)
+    return {
+        path: (before.get(path), now.get(path))
+        for path in {**before, **now}
+        if not _same(before.get(path, ABSENT), now.get(path, ABSENT))
+    }
+
+
+def tell_replayed(bound: BoundPlan, model: torch.nn.Module, received: Mapping[str, None]) -> None:
+    """Tells modules with `weights_replayed` which loader calls stand behind the copies of this session."""
+    calls = bound.replayed_calls(model)
+    everything = all(name in received for name in calls)
+    chosen = bound.all_replayed_calls if everything else by_module(calls, [n for n in calls if n in received])
+    for module, its_calls in chosen.items():
+        replayed: Any = module.weights_replayed
+        replayed(its_calls)
+
+
+def record_calls(model: torch.nn.Module, bound: BoundPlan) -> dict[str, list[tuple[torch.nn.Module, Call]]]:
+    """Runs the loaders of modules with `weights_replayed` once, with nothing behind them, and notes their calls.
+
+    Returns:
+        Wire name -> calls, each with its module.
+    """
+    modules = [module for module in model.modules() if callable(getattr(module, "weights_replayed", None))]
+    owned = {path for path, module in model.named_modules() if any(module is other for other in modules)}
+    names = [n for n, e in bound.entries.items() if e.is_copy and not e.is_dropped and owned & set(e.modules)]
+    calls: dict[str, list[tuple[torch.nn.Module, Call]]] = {name: [] for name in names}
+    if not names:
+        return calls
+    current = [""]
+
+    def feed() -> Iterator[tuple[str, torch.Tensor]]:
+        for name in names:
+            current[0] = name
+            entry = bound.entries[name]
+            yield name, torch.empty(entry.shape, dtype=entry.dtype, device="meta")
+
+    state = reachable.PythonState.capture(model)
+    try:
+        for module in modules:
+            for parameter in module._parameters.values():
+                loader = getattr(parameter, "weight_loader", None)
+                if parameter is not None and callable(loader):
+                    vars(parameter)["weight_loader"] = _noting(loader, module, lambda: calls[current[0]])
+        Loader(model, dict(bound.plan.mapping))(feed())
+    finally:
+        state.restore()
+    return calls
+
+
+def discard_arrivals(modules: Iterable[torch.nn.Module]) -> None:
+    """Tells modules that keep books of arrivals that the old bytes are back."""
+    for module in modules:
+        discard = getattr(module, "discard_arrivals", None)
+        if callable(discard):
+            discard()
+
+
+def empty_lazy_caches(model: torch.nn.Module, modules: Mapping[str, torch.nn.Module]) -> list[str]:
+    """Empties the caches that modules' own forwards build, and moves the rebuilt ones to their old addresses.
+
+    A cache is a plain attribute that was None or absent before the first load, holds a tensor now, and is set by the
+    class's forward or a method that forward calls.
+
+    Args:
+        model: The model, finished.
+        modules: Modules whose weights may have changed.
+
+    Returns:
+        Paths of the emptied caches.
+    """
+    records = state_of(model).records
+    emptied = []
+    for path, module in modules.items():
+        record = records.get(module)
+        if record is None or callable(getattr(module, "refresh_derived", None)):
+            continue
+        recorded = record.attributes
+        for name, value in list(vars(module).items()):
+            was = recorded.get(name, ABSENT)
+            if (
+                isinstance(value, torch.Tensor)
+                and (was is None or was is ABSENT)
+                and name in _set_by_forward(type(module))
+            ):
+                _empty(module, name, was, value, f"{path}.{name}" if path else name)
+                emptied.append(f"{path}.{name}" if path else name)
+    return emptied
+
+
+def _empty(module: torch.nn.Module, name: str, was: Any, old: torch.Tensor, path: str) -> None:
+    def move_back(module: torch.nn.Module, args: Any, output: Any) -> None:
+        new = vars(module).get(name)
+        if not isinstance(new, torch.Tensor):
+            return  # this forward took another branch
+        handle.remove()
+        if not same_layout(new, old):
+            raise LayoutError(
+                f"{path}: forward rebuilt it as {new.dtype} {tuple(new.shape)}, it was {old.dtype} "
+                f"{tuple(old.shape)}, so it "
+                "cannot stay at its address",
+                names=[path],
+            )
+        with torch.inference_mode() if old.is_inference() else torch.no_grad():
+            old.copy_(new)
+        object.__setattr__(module, name, old)
+
+    handle = module.register_forward_hook(move_back)
+    if was is ABSENT:
+        object.__delattr__(module, name)
+    else:
+        object.__setattr__(module, name, was)
+
+
+def _set_by_forward(cls: type) -> set[str]:
+    """Attribute names that a class's forward assigns, itself or through methods that it calls."""
+    names: set[str] = set()
+    seen: set[int] = set()
+    pending = [getattr(cls, "forward", None)]
+    while pending:
+        code = getattr(pending.pop(), "__code__", None)
+        if code is None or id(code) in seen:
+            continue
+        seen.add(id(code))
+        for inner in _codes(code):
+            names.update(step.argval for step in dis.get_instructions(inner) if step.opname == "STORE_ATTR")
+            pending.extend(
+                getattr(cls, called, None) for called in inner.co_names if called not in vars(torch.nn.Module)
+            )
+    return names
+
+
+def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _codes(constant)
+
+
+def by_module(
+    calls: Mapping[str, Sequence[tuple[torch.nn.Module, Call]]], names: Iterable[str]
+) -> dict[torch.nn.Module, tuple[Call, ...]]:
+    """The calls of some names, by module."""
+    found: dict[torch.nn.Module, list[Call]] = {}
+    for name in names:
+        for module, call in calls[name]:
+            found.setdefault(module, []).append(call)
+    return {module: tuple(its_calls) for module, its_calls in found.items()}
+
+
+def _noting(loader: Any, module: torch.nn.Module, calls: Any) -> Any:
+    signature = inspect.signature(loader)
+
+    def note(*args: Any, **kwargs: Any) -> bool:
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        given = bound.arguments
+        calls().append((module, (given["weight_name"], given["shard_id"], given["expert_id"])))
+        return True
+
+    return note
+
+
+def _same(left: Any, right: Any) -> bool:
+    return left is right or (type(left) is type(right) and (left == right or (left != left and right != right)))

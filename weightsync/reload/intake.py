@@ -1,0 +1,413 @@
+"""Takes arriving tensors: checks each against the plan, then writes it where it belongs.
+
+names ----> checked as a batch: unknown, twice, wrong shape or dtype -> error, nothing written
+    copies into live tensors      one fused copy
+    copies into a staged unit     written, or held until its unit is staged (schedule.py decides)
+    interpreted                   the model's own loader is run with a private copy
+
+intake = Intake(...)
+intake.take([(name, tensor), ...])
+intake.take_bucket(bucket, buffer)
+intake.drain()
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Literal
+
+import torch
+
+from weightsync.errors import CoverageError, LayoutError, ReloadError, shown
+from weightsync.plan.loading import Loader
+from weightsync.plan.replay import Replay
+from weightsync.reload.direct import BoundPlan, Entry
+from weightsync.reload.held import HeldTensors
+from weightsync.reload.hook_runner import HookRunner
+from weightsync.reload.layerwise import Staging, Unit
+from weightsync.reload.partial import Partial
+from weightsync.reload.schedule import Schedule, Step, peak_held_bytes
+from weightsync.reload.scopes import Scope
+from weightsync.transport.buckets import Bucket, Chunk
+
+HeldPolicy = Literal["spill", "refuse", "write_through"]
+Named = tuple[str, torch.Tensor]
+Arrival = tuple[str, torch.Tensor | None]  # None: written already, but a unit may have waited for it
+
+
+class Intake:
+    """What one session has received, and what it has staged.
+
+    Args:
+        runner: The session's hooks and its access to live bytes.
+        units: What may be staged together.
+        parameters: From `staged_parameters`.
+        max_held_bytes: Bound for tensors held before their turn.
+        held_policy: What to do beyond it.
+        partial: What a partial session has loaded.
+
+    Attributes:
+        entries: What is known of each wire name, over all plans.
+        received: Names received, in order.
+        num_bytes: Their bytes.
+        staged: Units that are staged now, by number.
+        interpreted_live: Modules whose loaders were run on live tensors.
+        peak_staged_bytes: The most bytes of staged copies.
+    """
+
+    def __init__(
+        self,
+        runner: HookRunner,
+        units: Sequence[Unit],
+        parameters: Mapping[str, Scope],
+        max_held_bytes: int,
+        held_policy: HeldPolicy,
+        partial: Partial | None = None,
+    ) -> None:
+        self._partial = partial
+        self.runner = runner
+        self.units = units
+        self.held = HeldTensors(max_held_bytes)
+        self.entries: dict[str, Entry] = {}
+        self.received: dict[str, None] = {}
+        self.num_bytes = 0
+        self.staged: dict[int, Staging] = {}
+        self.interpreted_live: set[str] = set()
+        self.peak_staged_bytes = 0
+        self._parameters = parameters
+        self._policy = held_policy
+        self._bound_of: dict[str, BoundPlan] = {}
+        self._plans: list[BoundPlan] = []
+        self._expected: dict[int, set[str] | None] = {unit.number: None for unit in units}
+        self._late = {unit.number for unit in units if unit.is_late}
+        self.schedule = Schedule({}, self._expected, self._late)
+        self._replays: dict[tuple[int, int], Replay] = {}  # (unit, plan) -> copies into what is staged now
+        self._together: dict[str, torch.Tensor] = {}
+        self._parts: dict[str, list[tuple[int, int]]] = {}  # name -> byte ranges received in buckets
+        self._assembling: dict[str, torch.Tensor] = {}
+
+    # --- plans
+
+    @property
+    def plans(self) -> list[BoundPlan]:
+        """All plans, in order."""
+        return self._plans
+
+    def add_plan(self, bound: BoundPlan, *, is_complete: bool) -> None:
+        """Makes the names of a plan acceptable.
+
+        Args:
+            bound: The plan.
+            is_complete: Whether it names everything that will come, so that units can be finished as they fill up.
+        """
+        self._plans.append(bound)
+        self.entries.update(bound.entries)
+        self._bound_of.update(dict.fromkeys(bound.entries, bound))
+        routes: dict[str, tuple[int, ...]] = {}
+        for name, entry in bound.entries.items():
+            if entry.units and not entry.is_dropped:
+                routes[name] = entry.units
+                if not entry.is_copy and len(entry.units) > 1:
+                    self._late.update(entry.units)  # its loader needs all of them at once
+        if is_complete:
+            self._expected = {unit.number: set() for unit in self.units}
+            for name, entry in bound.entries.items():
+                for unit in () if entry.is_dropped else entry.needed_by:
+                    self._expected[unit].add(name)  # type: ignore[union-attr]
+            self.schedule = Schedule(routes, self._expected, self._late)
+            self._refuse_too_much_held(bound)
+        else:
+            self.schedule.add(routes, self._late)
+
+    def _refuse_too_much_held(self, bound: BoundPlan) -> None:
+        if self._policy != "refuse":
+            return
+        arrivals = {name: entry.num_bytes for name, entry in bound.entries.items() if not entry.is_dropped}
+        schedule = Schedule(self.schedule.routes, self._expected, self._late)
+        peak = peak_held_bytes(schedule, arrivals, lambda name: bound.entries[name].needed_by)
+        if peak > self.held.max_bytes:
+            raise ReloadError(
+                f"in this order {peak} bytes of tensors would be held until their module can be staged, more than "
+                f"max_held_bytes={self.held.max_bytes}; order the names by module, raise the bound, or use "
+                'held_policy="spill"'
+            )
+
+    # --- whole tensors
+
+    def take(self, tensors: Sequence[Named]) -> None:
+        """Checks all of these, then writes or holds each.
+
+        Raises:
+            CoverageError: A name is unknown or comes twice. Nothing of these has been written.
+            LayoutError: A shape or dtype is not the planned one. Nothing of these has been written.
+        """
+        self._check(tensors)
+        self._write(tensors)
+
+    def _check(self, tensors: Sequence[Named]) -> None:
+        unexpected: list[str] = []
+        duplicated: list[str] = []
+        misfits: list[str] = []
+        seen: set[str] = set()
+        entries, received = self.entries, self.received
+        for name, tensor in tensors:
+            entry = entries.get(name)
+            if entry is None:
+                unexpected.append(name)
+            elif name in received or name in seen or name in self._parts:
+                duplicated.append(name)
+            elif tensor.dtype is not entry.dtype or tensor.shape != entry.shape:
+                expected = f"{entry.dtype} {tuple(entry.shape)}"
+                misfits.append(f"{name}: expected {expected}, got {tensor.dtype} {tuple(tensor.shape)}")
+            seen.add(name)
+        if unexpected or duplicated:
+            raise CoverageError(
+                "these tensors were not taken, and nothing that came with them was written",
+                unexpected=unexpected,
+                duplicated=duplicated,
+            )
+        if misfits:
+            raise LayoutError(
+                f"{len(misfits)} tensors are not as planned: {shown(misfits)}; nothing that came with them was written",
+                names=[line.partition(":")[0] for line in misfits],
+            )
+
+    def _write(self, tensors: Sequence[Named]) -> None:
+        direct: list[Named] = []
+        others: list[Named] = []
+        entries = self.entries
+        for name, tensor in tensors:
+            entry = entries[name]
+            self._note_received(name, entry)
+            if entry.is_dropped:
+                continue
+            if entry.is_copy and entry.is_direct:
+                direct.append((name, tensor))
+            if entry.units or not entry.is_copy or entry.needed_by:
+                others.append((name, tensor))
+        self._copy_live(direct)
+        self._route(others)
+
+    def _copy_live(self, tensors: Sequence[Named]) -> None:
+        if not tensors:
+            return
+        self._about_to_write_live(name for name, _ in tensors)
+        for bound in self._plans:
+            bound.live_replay.copy_tensors(tensors)
+
+    def _about_to_write_live(self, names: Iterable[str]) -> None:
+        self.runner.wrote_live = True
+        if not self.runner.journal.is_on:
+            return
+        for name in names:
+            bound = self._bound_of[name]
+            for index in bound.entries[name].plan.destinations:
+                if index in bound.live_tensors:
+                    self.runner.journal.save(bound.live_tensors[index])
+
+    # --- staged units
+
+    def _route(self, arrivals: Sequence[Arrival]) -> None:
+        batch: dict[int, list[Named]] = {}
+        for name, tensor in arrivals:
+            entry = self.entries[name]
+            if tensor is not None:
+                if not entry.units and not entry.is_copy:
+                    self._interpret(name, tensor)
+                can_hold = self._policy != "write_through" or self.held.has_room(tensor.nbytes)
+                for step in self.schedule.arrive(name, can_hold=can_hold):
+                    if step.action == "write" and entry.is_copy:
+                        batch.setdefault(step.unit, []).append((name, tensor))
+                    else:
+                        self._flush(batch)
+                        self._carry_out(step, tensor)
+            for step in self.schedule.arrived(name, entry.needed_by):
+                self._flush(batch)
+                self._carry_out(step)
+        self._flush(batch)
+
+    def _flush(self, batch: dict[int, list[Named]]) -> None:
+        for unit, tensors in batch.items():
+            self._copy_staged(unit, tensors)
+        batch.clear()
+
+    def _carry_out(self, step: Step, tensor: torch.Tensor | None = None) -> None:
+        if step.action == "open":
+            self._open(step.unit)
+        elif step.action == "finish":
+            self._finish(step.unit)
+        elif step.action == "hold" and tensor is not None:
+            if self._policy == "refuse" and not self.held.has_room(tensor.nbytes):
+                raise ReloadError(
+                    f"{step.name} came before its module could be staged, and max_held_bytes={self.held.max_bytes} are "
+                    'held already; order the names by module, raise the bound, or use held_policy="spill"'
+                )
+            self.held.put(step.name, tensor)
+        elif step.action == "write_held":
+            still_wanted = step.name in self.schedule.held
+            held = self.held.take(step.name)
+            self._write_staged(step.unit, step.name, held)
+            if still_wanted:
+                self.held.put(step.name, held)
+        elif tensor is not None:
+            self._write_staged(step.unit, step.name, tensor)
+
+    def _open(self, number: int) -> None:
+        unit = self.units[number]
+        written = {path for bound in self._plans for path in bound.staged_paths.get(number, ())}
+        staging = Staging(self.runner.model, unit, self._parameters, written)
+        self.runner.start_staging(staging)
+        self.staged[number] = staging
+        self.peak_staged_bytes = max(self.peak_staged_bytes, sum(s.num_bytes for s in self.staged.values()))
+
+    def _finish(self, number: int) -> None:
+        self.runner.finish_unit(self.staged.pop(number))
+        for key in [key for key in self._replays if key[0] == number]:
+            del self._replays[key]
+
+    def _write_staged(self, unit: int, name: str, tensor: torch.Tensor) -> None:
+        if self.entries[name].is_copy:
+            self._copy_staged(unit, [(name, tensor)])
+        elif all(number in self.staged for number in self.entries[name].units) and unit == self.entries[name].units[-1]:
+            self._interpret(name, tensor)
+
+    def _copy_staged(self, unit: int, tensors: Sequence[Named]) -> None:
+        for index, bound in enumerate(self._plans):
+            replay = self._replays.get((unit, index))
+            if replay is None:
+                replay = self._replays[unit, index] = bound.staged_replay(self.staged[unit])
+            replay.copy_tensors(tensors)
+
+    # --- loaders
+
+    def _interpret(self, name: str, tensor: torch.Tensor) -> None:
+        """Runs the model's loader, once all tensors that it needs together are there."""
+        plan = self.entries[name].plan
+        needed = plan.together or (name,)
+        self._together[name] = tensor.detach().clone(memory_format=torch.contiguous_format)
+        if not all(other in self._together for other in (name, *needed)):
+            return
+        weights = [(other, self._together.pop(other)) for other in dict.fromkeys((*needed, name))]
+        entries = [self.entries[other] for other, _ in weights]
+        if any(entry.is_direct for entry in entries):
+            self._about_to_write_live(other for other, _ in weights)
+            self.interpreted_live.update(module for entry in entries for module in entry.modules)
+        mapping = self._bound_of[name].plan.mapping
+        with ExitStack() as stack, self.runner.loading():
+            for staging in self.staged.values():
+                stack.enter_context(staging.installed())
+            Loader(self.runner.model, dict(mapping))(weights)
+
+    # --- buckets
+
+    def take_bucket(self, bucket: Bucket, buffer: torch.Tensor) -> None:
+        """Takes one packed buffer; tensors may be split over several.
+
+        Raises:
+            CoverageError: A name is unknown, or bytes of it come twice. Nothing of this bucket has been written.
+            LayoutError: A part reaches beyond its tensor, or beyond the buffer. Nothing of this bucket has been
+                written.
+        """
+        self._check_bucket(bucket, buffer)
+        direct: list[str] = []
+        arrivals: list[Arrival] = []
+        for chunk in bucket.chunks:
+            name, entry = chunk.name, self.entries[chunk.name]
+            ranges = self._parts.setdefault(name, [])
+            ranges.append((chunk.start, chunk.start + chunk.num_bytes))
+            is_done = sum(end - start for start, end in ranges) == entry.num_bytes
+            is_live_copy = entry.is_copy and entry.is_direct
+            if is_done:
+                del self._parts[name]
+                self._note_received(name, entry)
+            if entry.is_dropped:
+                continue
+            if is_live_copy:
+                direct.append(name)
+            if entry.units or not entry.is_copy:
+                tensor = self._assembled(chunk, entry, buffer, is_done)
+                if tensor is not None:
+                    arrivals.append((name, tensor))
+            elif is_done and entry.needed_by:
+                arrivals.append((name, None))
+        if direct:
+            self._about_to_write_live(direct)
+            for bound in self._plans:
+                bound.live_replay.copy_bucket(bucket, buffer)
+        self._route(arrivals)
+
+    def _note_received(self, name: str, entry: Entry) -> None:
+        self.received[name] = None
+        self.num_bytes += entry.num_bytes
+        if not entry.is_dropped:
+            self.runner.loaded.update(entry.paths)
+            self.runner.touched.update(entry.modules)
+            if self._partial is not None:
+                self._partial.count(entry, self._bound_of[name].plan)
+
+    def _check_bucket(self, bucket: Bucket, buffer: torch.Tensor) -> None:
+        unexpected = [chunk.name for chunk in bucket.chunks if chunk.name not in self.entries]
+        duplicated: list[str] = []
+        misfits: list[str] = []
+        new: dict[str, list[tuple[int, int]]] = {}
+        for chunk in bucket.chunks:
+            entry = self.entries.get(chunk.name)
+            if entry is None:
+                continue
+            start, end = chunk.start, chunk.start + chunk.num_bytes
+            ranges = [*self._parts.get(chunk.name, ()), *new.setdefault(chunk.name, [])]
+            if chunk.name in self.received or any(start < last and first < end for first, last in ranges):
+                duplicated.append(chunk.name)
+            if end > entry.num_bytes or chunk.offset + chunk.num_bytes > buffer.numel():
+                misfits.append(chunk.name)
+            new[chunk.name].append((start, end))
+        if unexpected or duplicated:
+            raise CoverageError("this bucket was not taken", unexpected=unexpected, duplicated=duplicated)
+        if misfits:
+            raise LayoutError(
+                f"{len(misfits)} parts reach beyond their tensor or the buffer of {buffer.numel()} bytes: "
+                f"{shown(misfits)}; "
+                "both sides have to pack the same manifest with the same cap",
+                names=misfits,
+            )
+
+    def _assembled(self, chunk: Chunk, entry: Entry, buffer: torch.Tensor, is_done: bool) -> torch.Tensor | None:
+        """The whole tensor once all of its bytes are there: a view of the buffer if it came in one piece."""
+        data = buffer[chunk.offset : chunk.offset + chunk.num_bytes]
+        if chunk.num_bytes == entry.num_bytes:
+            return _as(data, entry)
+        whole = self._assembling.get(chunk.name)
+        if whole is None:
+            whole = torch.empty(entry.num_bytes, dtype=torch.uint8, device=buffer.device)
+            self._assembling[chunk.name] = whole
+        whole[chunk.start : chunk.start + chunk.num_bytes].copy_(data)
+        return _as(self._assembling.pop(chunk.name), entry) if is_done else None
+
+    # --- the end
+
+    def incomplete(self) -> list[str]:
+        """Names of which only some bytes came, or that wait for others that they are loaded together with."""
+        return [*self._parts, *self._together]
+
+    def drain(self) -> None:
+        """Stages what is still held and finishes every unit that need not wait."""
+        for step in self.schedule.drain():
+            self._carry_out(step)
+
+    def close(self) -> None:
+        """Drops everything staged and held."""
+        self.staged.clear()
+        self._replays.clear()
+        self._assembling.clear()
+        self._together.clear()
+        self.held.close()
+
+
+def _as(data: torch.Tensor, entry: Entry) -> torch.Tensor:
+    if not entry.num_bytes:
+        return torch.empty(entry.shape, dtype=entry.dtype, device=data.device)
+    itemsize = entry.dtype.itemsize
+    if data.data_ptr() % itemsize or int(data.storage_offset()) % itemsize:
+        data = data.clone()
+    return data.view(entry.dtype).view(entry.shape)
