@@ -49,6 +49,8 @@ def explain(plan: ReloadPlan) -> str:
     if plan.mapping:
         pairs = [f"{name} -> {mapped}" for name, mapped in plan.mapping.items()]
         lines.append(f"mapped through wrappers: {shown(pairs, 3)}")
+    if plan.bare:
+        lines.append(f"looked up without wrapper components: {shown(list(plan.bare), 3)}")
     if coverage.padding:
         padded = [f"{path} ({num_bytes:,} bytes)" for path, num_bytes in coverage.padding]
         lines.append(f"padding left as it is: {shown(padded, 3)}")

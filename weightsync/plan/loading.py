@@ -6,15 +6,18 @@
 
 Wrappers insert a component into paths: `torch.compile` adds `_orig_mod`, LoRA adds `base_layer`, data parallelism adds
 `module`. Names are tried as they are. Only a name that fails gets the components that the model's own tree has at that
-place, compared component by component, once.
+place, compared component by component, once. Where a loader makes up names of its own (expert 3's `w1` goes to
+`experts.w13`), no wire name can help: for those it runs while `named_parameters` leaves the components out.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
+import itertools
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -34,17 +37,31 @@ class Loader:
         path: Path of the module whose `load_weights` is used; "" for the model itself.
         is_default: Whether no module has a `load_weights`, so that names are parameter paths.
         mapping: Wire names that have to be given to the loader under another name.
+        bare: Wire names that are loaded while wrapper components are left out of `named_parameters`.
     """
 
-    def __init__(self, model: torch.nn.Module, mapping: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, model: torch.nn.Module, mapping: Mapping[str, str] | None = None, bare: Collection[str] = ()
+    ) -> None:
         self.path, self.module, own = _find(model)
         self.is_default = own is None
         self._load: Callable[[Weights], Any] = own or functools.partial(load_by_name, model)
         self.mapping = dict(mapping or {})
+        self.bare = frozenset(bare)
 
-    def __call__(self, weights: Weights) -> Any:
+    def __call__(self, weights: Weights) -> None:
         """Loads `weights` in order, each under its mapped name, drawing them one at a time."""
-        return self._load((self.mapping.get(name, name), tensor) for name, tensor in weights)
+        if not self.bare:
+            self._load((self.mapping.get(name, name), tensor) for name, tensor in weights)
+            return
+        for is_bare, group in itertools.groupby(weights, key=lambda pair: pair[0] in self.bare):
+            with bare_names(self.module) if is_bare else contextlib.nullcontext():
+                self._load((self.mapping.get(name, name), tensor) for name, tensor in group)
+
+    def run(self, feed: Feed, bare: bool) -> None:
+        """Gives `feed` to the loader as it is, with or without wrapper components in `named_parameters`."""
+        with bare_names(self.module) if bare else contextlib.nullcontext():
+            self._load(feed)
 
 
 def _find(model: torch.nn.Module) -> tuple[str, torch.nn.Module, Callable[[Weights], Any] | None]:
@@ -145,6 +162,25 @@ def through_wrappers(root: torch.nn.Module, name: str) -> str:
     return ".".join(out)
 
 
+@contextlib.contextmanager
+def bare_names(root: torch.nn.Module) -> Iterator[None]:
+    """Inside, `named_parameters` and `named_buffers` of `root` and its descendants leave wrapper components out."""
+    shadowed = [(module, method) for module in root.modules() for method in ("named_parameters", "named_buffers")]
+    shadowed = [(module, method) for module, method in shadowed if method not in vars(module)]
+    for module, method in shadowed:
+        object.__setattr__(module, method, functools.partial(_without_wrappers, getattr(module, method)))
+    try:
+        yield
+    finally:
+        for module, method in shadowed:
+            object.__delattr__(module, method)
+
+
+def _without_wrappers(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, tensor in method(*args, **kwargs):
+        yield ".".join(part for part in name.split(".") if part not in WRAPPERS), tensor
+
+
 def has_wrappers(root: torch.nn.Module) -> bool:
     """Whether any module of the tree is a wrapper's child."""
     return any(component in WRAPPERS for path, _ in root.named_modules() for component in path.split(".")[-1:])
@@ -155,6 +191,7 @@ class Feed:
 
     Attributes:
         exhausted: Whether everything has been drawn.
+        drawn: Names drawn so far.
     """
 
     def __init__(self, ledger: Ledger, pending: Iterable[tuple[ParamMeta, str]]) -> None:
@@ -164,6 +201,7 @@ class Feed:
             (meta.name, given, torch.empty(meta.shape, dtype=meta.dtype, device="meta")) for meta, given in pending
         )
         self.exhausted = False
+        self.drawn: set[str] = set()
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         return self
@@ -175,6 +213,7 @@ class Feed:
         name, given, tensor = self._pending.popleft()
         self._ledger.add_source(name, tensor)
         self._ledger.current = name
+        self.drawn.add(name)
         return given, tensor
 
 

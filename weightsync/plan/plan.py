@@ -59,6 +59,7 @@ class ReloadPlan:
         mode: Of the session.
         scope: "full": everything loadable has to be written. "partial": only what is named changes.
         mapping: Wire name -> name to give to the loader, where a wrapper (LoRA, torch.compile) made them differ.
+        bare: Wire names that land only while `named_parameters` leaves wrapper components out.
         live_reads: Paths of live tensors whose values decided where something goes, such as expert maps.
         notes: What else a reader should know.
     """
@@ -72,6 +73,7 @@ class ReloadPlan:
     mode: Mode
     scope: Scope
     mapping: Mapping[str, str] = field(default_factory=dict)
+    bare: tuple[str, ...] = ()
     live_reads: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -106,7 +108,7 @@ class ReloadPlan:
 
     def loader(self, model: torch.nn.Module) -> Loader:
         """The model's loader, with this plan's mapping of names: what interpreted names have to be given to."""
-        return Loader(model, dict(self.mapping))
+        return Loader(model, self.mapping, self.bare)
 
     def load(self, model: torch.nn.Module, weights: Weights) -> None:
         """Runs the model's loaders on `weights` without gradients, under the names that they know."""
@@ -120,9 +122,12 @@ class ReloadPlan:
         for d in self.destinations:
             numel = d.loadable_numel
             digest.update(f"{d.path} {d.dtype} {d.shape} {d.region.strides} {numel} {d.aliases}\n".encode())
+        bare = frozenset(self.bare)
         for plan in self.names.values():
             paths = [self.destinations[index].path for index in plan.destinations]
-            digest.update(f"{plan.name} {plan.treatment} {self.mapping.get(plan.name)} {paths}\n".encode())
+            digest.update(
+                f"{plan.name} {plan.treatment} {self.mapping.get(plan.name)} {plan.name in bare} {paths}\n".encode()
+            )
             for write in plan.writes:
                 base = self.destinations[write.destination].region.offset
                 dest, source = write.dest, write.source
@@ -246,6 +251,7 @@ def _plan_from(
         mode=mode,
         scope=scope,
         mapping=recording.mapping,
+        bare=recording.bare,
         live_reads=recording.live_reads,
         notes=recording.notes,
     )
@@ -275,6 +281,9 @@ def check_plan(recording: Recording, coverage: Coverage) -> None:
             duplicated=coverage.duplicated,
         )
     layout = f"{len(refused)} tensors do not fit: {'; '.join(refused[:5])}{_more(len(refused) - 5)}" if refused else ""
+    if recording.unreached:  # only where the loader failed, so one of the two is raised
+        layout = layout or "the loader failed too often to examine everything"
+        layout += f"; {len(recording.unreached)} names were not examined: {shown(recording.unreached)}"
     if coverage_error is not None and layout:
         raise PlanError(f"{layout}. {coverage_error}", coverage=coverage_error, names=wrong)
     if coverage_error is not None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import fnmatch
 import gc
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -35,6 +35,7 @@ from weightsync.reachable import PythonState, Slot, walk
 
 Casts = Literal["refuse", "allow"]
 NUM_ERRORS = 200  # restarts of load_weights before a dry run gives up looking for more bad names
+NUM_ERRORS_AS_IS = 8  # the same where wrappers may be to blame, before names are tried through them
 _KIND_ORDER = {"parameter": 0, "buffer": 1, "attribute": 2}
 
 
@@ -49,8 +50,10 @@ class Recording:
         refusals: Per name, why its shape, dtype or loader cannot be accepted.
         unexpected: Per name, why no destination takes it.
         mapping: Wire name -> name that was given to the loader, where a wrapper made them differ.
+        bare: Names that land only while `named_parameters` leaves wrapper components out.
         live_reads: Paths of live tensors whose values the loader looked at: if they change, the plan is void.
         notes: What else a reader of the plan should know.
+        unreached: Names that were not examined, since the loader failed too often before it got to them.
     """
 
     destinations: tuple[Destination, ...]
@@ -59,8 +62,10 @@ class Recording:
     refusals: dict[str, list[str]] = field(default_factory=dict)
     unexpected: dict[str, str] = field(default_factory=dict)
     mapping: dict[str, str] = field(default_factory=dict)
+    bare: tuple[str, ...] = ()
     live_reads: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    unreached: tuple[str, ...] = ()
 
 
 def record(
@@ -135,69 +140,89 @@ class _Run:
         self.loader = Loader(model)
         self.failures: dict[str, tuple[bool, str]] = {}  # name -> (whether it was looked at, the loader's words)
         self.mapping: dict[str, str] = {}
+        self.bare: set[str] = set()
+        self._drawn: set[str] = set()
         self._inference = any(parameter.is_inference() for parameter in model.parameters())
         self._wrapped = has_wrappers(self.loader.module)
 
     def examine(self) -> None:
-        """As-is names, then names through wrappers, then value-dependent names with other placeholders."""
-        self._load(list(self.entries), {}, max_errors=NUM_ERRORS if not self._wrapped else 8)
+        """Names as they are, then through wrappers, then value-dependent names with other placeholders."""
+        self._load(list(self.entries), max_errors=NUM_ERRORS if not self._wrapped else NUM_ERRORS_AS_IS)
         if self._wrapped:
             self._retry_through_wrappers()
         values = [name for name in self.ledger.value_reads if name in self.entries]
-        if values:
-            self.ledger.placeholder = 1
-            self._load(values, self.mapping, max_errors=len(values), keep_failures=False)
+        self.ledger.placeholder = 1
+        for is_bare in (False, True):
+            again = [name for name in values if (name in self.bare) is is_bare]
+            self._load(again, self.mapping, bare=is_bare, max_errors=len(again), keep_failures=False)
 
     def _retry_through_wrappers(self) -> None:
+        """Names that failed or were not reached: with wrapper components, then while nobody sees those."""
+        first = {name: self.failures.pop(name) for name in list(self.failures)}
+        undrawn = [name for name in self.entries if name not in self._drawn]
         written = self.written()
-        mapping = {
-            name: mapped
-            for name in self.entries
-            if name not in written and (mapped := through_wrappers(self.loader.module, name)) != name
-        }
-        if not mapping:
-            return
-        failures = {name: self.failures.pop(name) for name in mapping if name in self.failures}
-        self._load(list(mapping), mapping, max_errors=NUM_ERRORS)
+        mapping = {name: through_wrappers(self.loader.module, name) for name in self.entries if name not in written}
+        moved = {name: mapped for name, mapped in mapping.items() if mapped != name}
+        self._load(list(dict.fromkeys([*moved, *undrawn])), moved, max_errors=NUM_ERRORS)
         written = self.written()
-        for name, mapped in mapping.items():
-            if name in written:
-                self.mapping[name] = mapped
-            elif name in failures:
-                self.failures[name] = failures[name]
+        self.mapping = {name: mapped for name, mapped in moved.items() if name in written}
+        left = [name for name in self.entries if name not in written and (name in moved or name in first)]
+        second = {name: self.failures.pop(name) for name in left if name in self.failures}
+        self._load(left, bare=True, max_errors=NUM_ERRORS)
+        written = self.written()
+        self.bare = {name for name in left if name in written}
+        for name in left:
+            if name not in written and (name in first or name in second):
+                self.failures[name] = first.get(name) or second[name]
 
     def written(self) -> set[str]:
         """Names that write something."""
         return {name for claim in self.ledger.claims for name in claim.names}
 
-    def _load(self, names: list[str], mapping: dict[str, str], *, max_errors: int, keep_failures: bool = True) -> None:
+    def _load(
+        self,
+        names: list[str],
+        mapping: Mapping[str, str] | None = None,
+        *,
+        max_errors: int,
+        bare: bool = False,
+        keep_failures: bool = True,
+    ) -> None:
         """Gives `names` to the loader, again after each error, until all are drawn and no error is left."""
-        remaining = names
-        num_errors = 0
-        while remaining and num_errors < max_errors:
+        remaining, mapping = names, mapping or {}
+        attempts = 0
+        while remaining and attempts < max_errors:
             feed = Feed(self.ledger, [(self.entries[name], mapping.get(name, name)) for name in remaining])
             blamed: set[str] = set()
-            while num_errors < max_errors:
-                failed = self._attempt(feed, keep_failures)
+            while attempts < max_errors and not (blamed and feed.exhausted):
+                attempts += 1
+                failed = self._attempt(feed, bare, keep_failures)
                 if failed is None:
+                    self._drawn |= feed.drawn
                     return
-                num_errors += 1
                 blamed.add(failed)
-                if feed.exhausted:
-                    break
+            self._drawn |= feed.drawn
+            if not feed.exhausted:
+                return
             # The loader drew everything before it began, or failed at the last name: the rest comes again.
             done = self.written() | set(self.failures) | blamed | self.ledger.touched
             left = [name for name in remaining if name not in done]
             remaining = left if len(left) < len(remaining) else []
 
-    def _attempt(self, feed: Feed, keep_failures: bool) -> str | None:
+    def unreached(self) -> tuple[str, ...]:
+        """Names that the loader never got to, since it failed too often before."""
+        if not self.failures:
+            return ()
+        return tuple(name for name in self.entries if name not in self._drawn and name not in self.failures)
+
+    def _attempt(self, feed: Feed, bare: bool, keep_failures: bool) -> str | None:
         """One call of the loader; returns the name to blame if it raised."""
         ledger = self.ledger
         dispatch = DispatchMode(ledger)
         gradients: AbstractContextManager[Any] = torch.inference_mode() if self._inference else torch.no_grad()
         try:
             with gradients, dispatch, FunctionMode(ledger, dispatch):
-                self.loader(feed)
+                self.loader.run(feed, bare)
         except Exception as error:
             name = _blame(error, ledger, self.entries)
             if name is None:
@@ -298,16 +323,19 @@ def _conclude(run: _Run, held: frozenset[str]) -> Recording:
             if plan is not None:
                 names[name] = plan
     elsewhere = Foreign(run.loader.module, by_name, ledger.destinations)
-    for name in [n for n in run.entries if n not in names and n not in unexpected and n not in ledger.refusals]:
+    unreached = run.unreached()
+    known = names.keys() | unexpected.keys() | ledger.refusals.keys() | set(unreached)
+    for name in [name for name in run.entries if name not in known]:
         reason = elsewhere.why(name)
         if reason:
             names[name] = NamePlan(name, "skipped", reason)
         else:
-            unexpected[name] = "load_weights took it and wrote nothing"
+            unexpected[name] = "load_weights wrote nothing from it"
     return Recording(
         tuple(ledger.destinations), tuple(ledger.claims), names, dict(ledger.refusals), unexpected, run.mapping,
+        tuple(sorted(run.bare)),
         tuple(sorted({ledger.destinations[index].path for _, index in ledger.live_reads if index not in written_at})),
-        _notes(ledger),
+        _notes(ledger), unreached,
     )  # fmt: skip
 
 

@@ -319,3 +319,21 @@ def test_unknown_options_are_errors():
     for option in ({"mode": "sideways"}, {"scope": "some"}, {"casts": "maybe"}):
         with pytest.raises(ValueError, match=f"{next(iter(option))} must be one of"):
             plan_reload(Toy({"w": zeros(2)}), Manifest.from_tensors(sent(w=(2,))), **option)
+
+
+def test_a_loader_that_fails_all_the_time_is_given_up_on_and_says_how_much_was_left():
+    model = Toy({"w": zeros(2)})
+    weights = [(f"bad{i}", wire_tensor((1,))) for i in range(300)] + sent(w=(2,))
+    error = refused(model, weights, LayoutError, scope="partial")
+    assert "101 names were not examined: bad200" in str(error)
+    assert len(error.unexpected) == 200
+
+
+def test_a_loader_that_stops_asking_leaves_the_rest_unexpected():
+    class Stops(Toy):
+        def load_weights(self, weights):
+            _, tensor = next(iter(weights))
+            self.w.data.copy_(tensor)
+
+    error = refused(Stops({"w": zeros(2), "v": zeros(2)}), sent(w=(2,), v=(2,)), CoverageError)
+    assert (error.unexpected, error.missing) == (("v",), ("v",))
