@@ -16,8 +16,9 @@ from megamoe_adapter.shared_experts import SharedExpert
 
 pytestmark = pytest.mark.filterwarnings("ignore::megamoe_adapter.requantize.RoundingWarning")
 NUM_EXPERTS, TOP_K = 4, 2
-# Relative L2 of a layer's output to float32 from the checkpoint's values. "exact" leaves the weights' own rounding and
-# the bfloat16 output; "kernel" adds the rounding of tokens and of the second GEMM's input. A wrong layout gives about 1.
+# Relative L2 of a layer's output to float32 from the checkpoint's values. "exact" leaves the weights' own rounding
+# and the bfloat16 output; "kernel" adds the rounding of tokens and of the second GEMM's input. A wrong layout gives
+# about 1.
 TOLERANCE = {
     "sm100_bf16": {"exact": 0.004, "kernel": 0.01},
     "sm100_mxfp8": {"exact": 0.004, "kernel": 0.06},
