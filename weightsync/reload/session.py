@@ -223,6 +223,7 @@ class ReloadSession:
         self._state = state_of(model)
         self._seconds = {"plan": 0.0, "load": 0.0, "hooks": 0.0, "audit": 0.0}
         self._failure: BaseException | None = None
+        self._prepared: ReloadReport | None = None
         self._is_open = False
 
     @property
@@ -290,6 +291,22 @@ class ReloadSession:
         self._require_open()
         version = self.version if version is None else version
         self._refuse_old(version)
+        return self._publish(self.prepare(), version)
+
+    def prepare(self) -> ReloadReport:
+        """All of `finish` but the publishing. A push to several ranks prepares all of them before any publishes.
+
+        Takes no data afterwards; `finish` publishes what was prepared, and `abort` still gives it up. Idempotent.
+
+        Returns:
+            What was done so far; without a version.
+
+        Raises:
+            CoverageError, LayoutError, ReloadError, Exception: As `finish`.
+        """
+        self._require_open()
+        if self._prepared is not None:
+            return self._prepared
         if self._failure is not None:
             failure = self._failure
             self.abort(f"an earlier call failed: {failure}")
@@ -299,11 +316,11 @@ class ReloadSession:
                 f"the model is {self._state.status}; start again"
             ) from failure
         try:
-            report = self._finish()
+            self._prepared = self._finish()
         except BaseException as error:
             self._give_up(error)
             raise
-        return self._publish(report, version)
+        return self._prepared
 
     def abort(self, reason: str = "") -> Status:
         """Gives up: old bytes come back where none were overwritten or a journal was kept, else the model is torn.
@@ -383,6 +400,8 @@ class ReloadSession:
     @contextmanager
     def _loading(self) -> Iterator[None]:
         self._require_open()
+        if self._prepared is not None:
+            raise ReloadError("this reload is prepared and takes no more data; finish it, or abort it")
         if self._failure is not None:
             raise ReloadError(
                 f"this reload failed before ({type(self._failure).__name__}: {self._failure}); abort it and start again"
