@@ -147,7 +147,7 @@ class Accept:
         engine: Names the engine; ranks of one engine share it.
         rank: Rank within the engine.
         world: Number of ranks of the engine.
-        version: The version that is live, None if none was ever pushed.
+        version: The newest version that was ever published there, None if none was.
         state: `"live"`, `"loading"` or `"torn"`.
         bucket_bytes: The cap that both sides use.
         targets: Target name -> `TargetAccept`, encoded.

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import secrets
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 
@@ -184,8 +184,7 @@ class CollectiveSender(Sender):
 
         def claim(step: Step) -> None:
             pending.check()
-            if work := under_way.pop((step.stream, step.index % NUM_SLOTS), None):
-                group.wait(work)
+            group.wait(under_way.pop((step.stream, step.index % NUM_SLOTS), None))
 
         def launch(step: Step) -> None:
             nonlocal sent
@@ -199,6 +198,25 @@ class CollectiveSender(Sender):
             sent += payload
             progress(payload)
 
+        try:
+            self._pack(target, feed, plan, claim, launch)
+            self.copied_bytes = sent
+            for key in list(under_way):
+                group.wait(under_way.pop(key))
+        finally:
+            under_way.clear()  # works hold the sockets open, and an error's traceback holds this frame
+        pending.wait()
+        return sent
+
+    def _pack(
+        self,
+        target: str,
+        feed: Feed,
+        plan: _Schedule,
+        claim: Callable[[Step], None],
+        launch: Callable[[Step], None],
+    ) -> None:
+        """Fills every step's slot, in order: `claim` it first, `launch` it when it is full."""
         resident = self._contiguous_residents(target, feed, plan)
         if resident is not None:
             for step in plan.steps:
@@ -216,11 +234,6 @@ class CollectiveSender(Sender):
                         self._slots.of(step)[chunk.offset : chunk.offset + chunk.num_bytes].copy_(part)
                         if chunk is step.bucket.chunks[-1]:
                             launch(step)
-        self.copied_bytes = sent
-        for work in under_way.values():
-            group.wait(work)
-        pending.wait()
-        return sent
 
     def _schedule(self, target: str, feed: Feed, names: Sequence[str] | None) -> _Schedule:
         key = (target, None if names is None else tuple(names))
@@ -340,13 +353,15 @@ class CollectiveLink(Link):
             return group.broadcast(message) if step.stream == EVERYONE else group.recv(message)
 
         arriving = post(steps[0]) if steps else None
-        for number, step in enumerate(steps):
-            group.wait(arriving)
-            message = slots.message(step)
-            check_seal(bytes(message[step.bucket.num_bytes :].tolist()), nonce, step)
-            if number + 1 < len(steps):
-                arriving = post(steps[number + 1])
-            yield step.bucket, slots.of(step)[: step.bucket.num_bytes]
+        try:
+            for number, step in enumerate(steps):
+                group.wait(arriving)
+                message = slots.message(step)
+                check_seal(bytes(message[step.bucket.num_bytes :].tolist()), nonce, step)
+                arriving = post(steps[number + 1]) if number + 1 < len(steps) else None
+                yield step.bucket, slots.of(step)[: step.bucket.num_bytes]
+        finally:
+            arriving = None  # works hold the sockets open, and an error's traceback holds this frame
 
     def _steps(self, target: str, names: Sequence[str] | None) -> tuple[Step, ...]:
         """This rank's part of the schedule; the very same objects for the same names."""

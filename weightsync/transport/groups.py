@@ -71,8 +71,8 @@ class Group:
         """Starts a receive from the trainer."""
         return self._group.recv([buffer], TRAINER_RANK, 0)
 
-    def wait(self, work: Work) -> None:
-        """Waits on the host until a work is done.
+    def wait(self, work: Work | None) -> None:
+        """Waits on the host until a work is done; None is done already.
 
         Raises:
             TransportTimeout: The deadline passed.
@@ -117,12 +117,16 @@ class GlooGroup(Group):
             raise TransportTimeout(f"not all of {world} ranks joined in {deadline_seconds:g} s: {error}") from error
         self._store = store
 
-    def wait(self, work: Work) -> None:
+    def wait(self, work: Work | None) -> None:
         """See `Group.wait`."""
+        if work is None:
+            return
         try:
             work.wait(self._timeout)
         except RuntimeError as error:
             raise mapped_error(error, self._timeout.total_seconds()) from error
+        finally:
+            del work  # an error's traceback would keep it, and it keeps the sockets open
 
     def close(self) -> None:
         """See `Group.close`. Gloo's destructor waits for operations under way, so it runs on a thread of its own."""
@@ -164,8 +168,10 @@ class NcclGroup(Group):
             self.wait(self.broadcast(torch.zeros(1, dtype=torch.uint8, device=device)))
         self._store = store
 
-    def wait(self, work: Work) -> None:
+    def wait(self, work: Work | None) -> None:
         """See `Group.wait`."""
+        if work is None:
+            return
         end = time.monotonic() + self._deadline_seconds
         while not work.is_completed():
             if time.monotonic() > end:

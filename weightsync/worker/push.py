@@ -17,13 +17,25 @@ import torch
 from torch import nn
 
 from weightsync.control import Json
-from weightsync.errors import ProtocolError, ReloadError
+from weightsync.errors import ProtocolError
 from weightsync.manifest import Manifest
 from weightsync.plan.plan import plan_reload
-from weightsync.reload.session import live_version, reload_state, start_reload
+from weightsync.reload.session import ReloadSession, reload_state, start_reload
+from weightsync.reload.state import state_of
 from weightsync.transport.buckets import Bucket
 
-__all__ = ["Push", "TargetPlan", "live_version", "plan_target", "reload_state"]
+__all__ = ["Push", "TargetPlan", "live_version", "newest_version", "plan_target", "reload_state"]
+
+
+def live_version(model: nn.Module) -> int | None:
+    """The version of the live bytes; None before the first versioned push and while the model is torn."""
+    state = state_of(model)
+    return None if state.status == "torn" else state.version
+
+
+def newest_version(model: nn.Module) -> int | None:
+    """The newest version ever published, which the next one has to exceed; None before the first."""
+    return state_of(model).newest_version
 
 
 @dataclass(frozen=True)
@@ -45,13 +57,25 @@ class TargetPlan:
     interpreted: tuple[str, ...]
 
 
+_ALLOWED = {"mode": ("direct", "layerwise"), "scope": ("full", "partial"), "rollback": ("none", "host", "device")}
+
+
+def _checked(name: str, value: str) -> Any:
+    """A word that came over the wire, if it is one of those allowed."""
+    if value not in _ALLOWED[name]:
+        raise ProtocolError(f"{name} must be one of {', '.join(_ALLOWED[name])}, got {value!r:.80}")
+    return value
+
+
 def plan_target(model: nn.Module, manifest: Manifest, mode: str, scope: str, ignore: Sequence[str]) -> TargetPlan:
     """Plans one target; free when nothing changed since the last time.
 
     Raises:
         CoverageError, LayoutError, ManifestError: The model and the manifest do not fit, with every name at fault.
     """
-    plan = plan_reload(model, manifest, mode=mode, scope=scope, ignore=tuple(ignore))
+    plan = plan_reload(
+        model, manifest, mode=_checked("mode", mode), scope=_checked("scope", scope), ignore=tuple(ignore)
+    )
     treatment = {name: plan.names[name].treatment for name in manifest.by_name}
     indexed = list(enumerate(manifest))
     return TargetPlan(
@@ -98,26 +122,23 @@ class Push:
         self.version = version
         self.bytes_loaded = 0
         self.ended = threading.Event()
-        self._sessions: dict[str, Any] = {}
-        for target in plans:
-            live = live_version(models[target])
-            if live is not None and version <= live:
-                raise ReloadError(f"version {version} is not newer than version {live} of target {target!r}")
+        self._sessions: dict[str, ReloadSession] = {}
+        options: dict[str, Any] = {
+            "mode": _checked("mode", mode),
+            "scope": _checked("scope", scope),
+            "rollback": _checked("rollback", rollback),
+            "ignore": tuple(ignore),
+            "version": version,
+        }
         try:
-            for target, plan in plans.items():
-                session = start_reload(
-                    models[target],
-                    mode=mode,
-                    scope=scope,
-                    rollback=rollback,
-                    manifest=plan.manifest,
-                    ignore=tuple(ignore),
-                )
+            for target, agreed in plans.items():
+                session = start_reload(models[target], manifest=agreed.manifest, **options)
                 self._sessions[target] = session
-                if session.plan.hash != plan.plan_hash:
+                found = session.plan.hash if session.plan is not None else None
+                if found != agreed.plan_hash:
                     raise ProtocolError(
-                        f"target {target!r}: plan {plan.plan_hash} was agreed, the model's layout now gives plan "
-                        f"{session.plan.hash}; push again to make a new handshake"
+                        f"target {target!r}: plan {agreed.plan_hash} was agreed, the model's layout now gives plan {found}; "
+                        "push again to make a new handshake"
                     )
         except BaseException as error:
             self.abort(f"the push could not start: {error}")
@@ -144,7 +165,8 @@ class Push:
         self.ended.set()
         sessions, self._sessions = self._sessions, {}
         for session in sessions.values():
-            session.abort(reason)
+            if session.is_open:
+                session.abort(reason)
 
 
 def report_json(report: object) -> Json:

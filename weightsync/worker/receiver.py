@@ -36,7 +36,7 @@ from weightsync.manifest import Manifest
 from weightsync.transport.base import Link, Mine, missing_targets
 from weightsync.transport.choose import local_facts, make_link
 from weightsync.worker.gate import TORN, Gate
-from weightsync.worker.push import Push, TargetPlan, live_version, plan_target, reload_state
+from weightsync.worker.push import Push, TargetPlan, live_version, newest_version, plan_target, reload_state
 
 MAX_DEADLINE_SECONDS = 3600.0
 MAX_BUCKET_BYTES = 4 << 30
@@ -251,7 +251,7 @@ class Receiver:
             engine=self.engine,
             rank=self.rank,
             world=self.world,
-            version=max((v for t in plans if (v := live_version(self.targets[t])) is not None), default=None),
+            version=max((v for t in plans if (v := newest_version(self.targets[t])) is not None), default=None),
             state=self.state,
             bucket_bytes=hello.bucket_bytes,
             targets={target: control.encode(_target_accept(plan)) for target, plan in plans.items()},

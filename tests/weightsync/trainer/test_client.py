@@ -222,7 +222,7 @@ def test_versions_only_grow():
     with connect(trainer, receiver, "memory") as client:
         client.push(5)
         for version in (5, 4):
-            with pytest.raises(ReloadError, match=f"version {version} is not newer than version 5"):
+            with pytest.raises(ReloadError, match=f"version {version} is not newer than 5"):
                 client.push(version)
         assert client.push().version == 6
     assert receiver.version == 6
