@@ -18,7 +18,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from typing import Literal, Protocol
+from typing import Literal, NoReturn, Protocol
 
 import numpy as np
 import torch
@@ -125,19 +125,22 @@ class SegmentCopy:
         """
         if len(sources) != len(self._needed):
             raise LayoutError(f"the table reads {len(self._needed)} sources, got {len(sources)}")
+        device = self.device
         for number, (source, needed) in enumerate(zip(sources, self._needed, strict=True)):
-            if source.nbytes < needed or not source.is_contiguous() or (needed and source.device != self.device):
-                raise LayoutError(
-                    f"source {number} must be contiguous on {self.device} with at least {needed} bytes, got "
-                    f"{source.nbytes} bytes, {'' if source.is_contiguous() else 'not '}contiguous, on {source.device}; "
-                    "call contiguous() or copy it to that device first",
-                    names=list(
-                        dict.fromkeys(self.table.names[i] for i in self.table.name[self.table.source == number])
-                    ),
-                )
+            if source.nbytes < needed or not source.is_contiguous() or (source.device != device and needed):
+                self._refuse(number, source)
         if self._copies:
             self._copies.bind_sources(sources)
         self._sources = tuple(sources)
+
+    def _refuse(self, number: int, source: torch.Tensor) -> NoReturn:
+        rows = self.table.name[self.table.source == number].tolist()
+        raise LayoutError(
+            f"source {number} must be contiguous on {self.device} with at least {self._needed[number]} bytes, got "
+            f"{source.nbytes} bytes, {'' if source.is_contiguous() else 'not '}contiguous, on {source.device}; "
+            "call contiguous() or copy it to that device first",
+            names=[self.table.names[index] for index in dict.fromkeys(rows)],
+        )
 
     @torch.inference_mode()
     def launch(self) -> None:

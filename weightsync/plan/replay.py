@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from weightsync.plan.writes import Write
 
 MAX_HELD_BYTES = 64 << 20  # staged copies, and tensors of a one-pass iterator, that are alive at once beyond the first
+MAX_BATCH_TENSORS = 1024  # on a GPU the next batch is gathered while this one is copied
 MAX_COMPILED = 4096  # tables kept; a fixed plan has as many as buckets
 MIN_LAUNCH_TENSORS = 16  # fewer tensors on a GPU are copied by views: a table for each small set would not pay
 
@@ -182,9 +183,9 @@ class _DeviceReplay:
             batch.append((name, tensor))
             if held:
                 held_bytes += tensor.nbytes
-                if held_bytes >= MAX_HELD_BYTES:
-                    self._copy_batch(batch)
-                    batch, held_bytes = [], 0
+            if held_bytes >= MAX_HELD_BYTES or len(batch) == MAX_BATCH_TENSORS:
+                self._copy_batch(batch)
+                batch, held_bytes = [], 0
         self._copy_batch(batch)
 
     @torch.inference_mode()  # views of small tensors are a third cheaper, and storages bound under it are writable
