@@ -49,8 +49,8 @@ class VllmReload:
         model.load_weights(weights)
         process_weights_after_loading(model, MODEL_CONFIG, torch.device("cpu"))
 
-    def start(self, model: nn.Module, declared: Weights, partial: bool) -> None:
-        initialize_layerwise_reload(model)  # it cannot be told what is coming
+    def start(self, model: nn.Module, declared: Weights, partial: bool, max_held_bytes: int | None) -> None:
+        initialize_layerwise_reload(model)  # it cannot be told what is coming, nor what to keep
 
     def load(self, model: nn.Module, weights: Weights) -> None:
         model.load_weights(weights)

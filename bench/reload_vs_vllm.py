@@ -41,7 +41,7 @@ class AttentionLike:
 
 
 class OurReload:
-    """weightsync's reload in one mode."""
+    """weightsync's reload in one mode; a direct session writes live bytes at once, so it is opened with a journal."""
 
     host = Host(quant_base=object, attention_base=AttentionLike)
     refusals = (WeightSyncError,)
@@ -49,6 +49,7 @@ class OurReload:
     def __init__(self, mode: str) -> None:
         self.mode = mode
         self.session: Any = None
+        self.report: Any = None
 
     def cold_load(self, model: nn.Module, weights: Weights) -> None:
         """A plain loader: the weights, then module, attention and model hooks, in the order of vLLM's loader."""
@@ -63,27 +64,29 @@ class OurReload:
         if hasattr(model, "process_weights_after_loading"):
             model.process_weights_after_loading()
 
-    def start(self, model: nn.Module, declared: Weights, partial: bool) -> None:
-        self.session = None
+    def start(self, model: nn.Module, declared: Weights, partial: bool, max_held_bytes: int | None) -> None:
+        self.session, self.report = None, None
         self.session = weightsync.start_reload(
             model,
             mode=self.mode,
             scope="partial" if partial else "full",
+            rollback="host" if self.mode == "direct" else "none",
             manifest=Manifest.from_tensors(declared),
+            **({} if max_held_bytes is None else {"max_held_bytes": max_held_bytes}),
         )
 
     def load(self, model: nn.Module, weights: Weights) -> None:
         self.session.load_weights(weights)
 
     def finish(self, model: nn.Module) -> None:
-        weightsync.finish_reload(model)
+        self.report = weightsync.finish_reload(model)
 
     def abort(self, model: nn.Module) -> None:
         if self.session is not None and weightsync.reload_state(model) == "loading":
             weightsync.abort_reload(model)
 
     def held_bytes(self, model: nn.Module) -> int:
-        return int(self.session.held_bytes)
+        return 0 if self.report is None else int(self.report.peak_held_bytes)
 
 
 def peer_outcomes(python: Path) -> dict[str, Any]:

@@ -3,7 +3,8 @@
     python bench/requantize.py                      # on a GPU: 0.9 GiB of experts, GLM and DeepSeek-V3 widths
     python bench/requantize.py --out run.jsonl      # also append one JSON line per row
 
-Everything is measured in the same process, median of single timed calls, over codes drawn anew for each call:
+Everything is measured in the same process, back to back as the layers of a model follow each other (host time between
+calls counts, what the GPU hides does not):
 
     floor      one device copy of the weights' bytes: each read once, written once
     kernel     the Triton launches alone (w13 and w2)
@@ -35,6 +36,7 @@ from megamoe_adapter.layout import GATE, UP, allocate_scale, block_scale_rows, w
 from megamoe_adapter.requantize import RoundingWarning, StagedShards, requantize_layer_, requantize_shard_
 
 E4M3 = torch.float8_e4m3fn
+CALLS = 5  # per timed round
 
 
 def make_layer(experts: int, hidden: int, intermediate: int, device: str) -> list[StagedShards]:
@@ -65,26 +67,26 @@ def plain(weight: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torc
     return (groups * factor[..., None]).view(rows, cols).to(E4M3), exponent.to(torch.uint8)
 
 
-def timed(run: Callable[[], object], prepare: Callable[[], object], device: str, repeat: int) -> float:
-    """Median seconds of one call; `prepare` runs before each, untimed."""
-    seconds = []
-    for index in range(repeat + 2):
-        prepare()
-        if device == "cuda":
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            torch.cuda.synchronize()
-            start.record()
-            run()
-            end.record()
-            torch.cuda.synchronize()
-            elapsed = start.elapsed_time(end) / 1e3
-        else:
+def timed(run: Callable[[], object], device: str, repeat: int) -> float:
+    """Median over `repeat` rounds of the mean seconds of `CALLS` calls in a row, as the layers of a model follow."""
+
+    def round_seconds() -> float:
+        if device != "cuda":
             begin = time.perf_counter()
+            for _ in range(CALLS):
+                run()
+            return (time.perf_counter() - begin) / CALLS
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda.synchronize()
+        start.record()
+        for _ in range(CALLS):
             run()
-            elapsed = time.perf_counter() - begin
-        if index >= 2:  # two calls to warm up and compile
-            seconds.append(elapsed)
-    return statistics.median(seconds)
+        end.record()
+        torch.cuda.synchronize()
+        return float(start.elapsed_time(end)) / 1e3 / CALLS
+
+    run()  # compiles and warms up
+    return statistics.median(round_seconds() for _ in range(repeat))
 
 
 def extra_bytes(run: Callable[[], object], device: str) -> int | None:
@@ -118,7 +120,7 @@ def check_bytes(stacks: list[StagedShards]) -> int:
 def copy_floor(stacks: list[StagedShards], device: str, repeat: int) -> float:
     source = [stack.weight.view(torch.uint8).clone() for stack in stacks]
     target = [torch.empty_like(codes) for codes in source]
-    return timed(lambda: [a.copy_(b) for a, b in zip(target, source, strict=True)], lambda: None, device, repeat)
+    return timed(lambda: [a.copy_(b) for a, b in zip(target, source, strict=True)], device, repeat)
 
 
 def run_kernel(stacks: list[StagedShards], flags: torch.Tensor) -> None:
@@ -145,10 +147,7 @@ def measure_peers(stacks: list[StagedShards], device: str, repeat: int) -> dict[
     functions = {"eager": plain}
     if device == "cuda":
         functions["compiled"] = torch.compile(plain, dynamic=False)
-    return {
-        peer: timed(partial(run_each, function, shards), lambda: None, device, repeat)
-        for peer, function in functions.items()
-    }
+    return {peer: timed(partial(run_each, function, shards), device, repeat) for peer, function in functions.items()}
 
 
 def measure(
@@ -161,15 +160,15 @@ def measure(
     print(f"{name}: {num_bytes / 2**30:.2f} GiB in {tensors} shards, bytes equal to the torch reference", flush=True)
     floor = copy_floor(stacks, device, repeat)
     draw(stacks)
-    peers = measure_peers(stacks, device, max(3, repeat // 4))
+    peers = measure_peers(stacks, device, max(2, repeat // 3))
     ours = {"checked": lambda: requantize_layer_("bench", stacks)}
     if device == "cuda":
         no_faults = torch.zeros(1, dtype=torch.int32, device=device)
         ours["kernel"] = lambda: run_kernel(stacks, no_faults)
     rows: list[dict[str, object]] = []
     for case, run in ours.items():
-        seconds = timed(run, lambda: draw(stacks), device, repeat)
         draw(stacks)
+        seconds = timed(run, device, repeat)
         extra = extra_bytes(run, device)
         for peer, peer_seconds in peers.items():
             rows.append(
@@ -195,7 +194,7 @@ def show(rows: list[dict[str, object]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--gib", type=float, default=0.9, help="GiB of expert weights on a GPU")
-    parser.add_argument("--repeat", type=int, default=15, help="timed calls per row")
+    parser.add_argument("--repeat", type=int, default=7, help="timed rounds per row")
     parser.add_argument("--out", type=Path, help="append JSON lines here")
     options = parser.parse_args()
     warnings.simplefilter("ignore", RoundingWarning)

@@ -52,8 +52,15 @@ class Engine(Protocol):
     def cold_load(self, model: nn.Module, weights: Weights) -> None:
         """The first load: load_weights, then the post-load hooks in the loader's order."""
 
-    def start(self, model: nn.Module, declared: Weights, partial: bool) -> None:
-        """Begins a reload; `declared` are the names, shapes and dtypes that the trainer means to send."""
+    def start(self, model: nn.Module, declared: Weights, partial: bool, max_held_bytes: int | None) -> None:
+        """Begins a reload.
+
+        Args:
+            model: The model.
+            declared: The names, shapes and dtypes that the trainer means to send.
+            partial: Whether that is meant to be a part of the model.
+            max_held_bytes: Budget for tensors kept for later, if the row has one.
+        """
 
     def load(self, model: nn.Module, weights: Weights) -> None:
         """Hands over some of the new weights."""
@@ -65,7 +72,7 @@ class Engine(Protocol):
         """Gives the reload up after a failure, as far as this side can."""
 
     def held_bytes(self, model: nn.Module) -> int:
-        """Bytes of received weights that this side keeps for later, now."""
+        """Bytes of received weights that this side keeps for later: now, or the most so far."""
 
 
 @dataclass(frozen=True)
@@ -221,7 +228,8 @@ class TrainerDied(Exception):
 
 def _push(row: Row, push: Push, model: nn.Module, engine: Engine, outcome: Outcome) -> None:
     declared = row.cold if push.dies else [weight for chunk in push.chunks for weight in chunk]
-    engine.start(model, declared, row.partial)
+    sent = sum(tensor.nbytes for _, tensor in declared)
+    engine.start(model, declared, row.partial, None if row.max_held is None else int(row.max_held * sent))
     buffer = torch.empty(0)
     for chunk in push.chunks:
         weights = [(name, tensor.clone()) for name, tensor in chunk]
@@ -236,6 +244,7 @@ def _push(row: Row, push: Push, model: nn.Module, engine: Engine, outcome: Outco
     if push.dies:
         raise TrainerDied
     engine.finish(model)
+    outcome.held_bytes = max(outcome.held_bytes, engine.held_bytes(model))
 
 
 def _values(observed: dict[str, Any]) -> dict[str, Any]:
@@ -324,9 +333,13 @@ def quant_toy(process: Callable[[nn.Module], None], **params: float | nn.Paramet
 def model_toy(process: Callable[[nn.Module], None], **params: float | nn.Parameter) -> Callable[[Host], nn.Module]:
     """A builder: one layer `l` of these parameters with the post-load hook of the model itself."""
 
+    class Hooked(Toy):
+        def process_weights_after_loading(self) -> None:
+            process(self.l)
+
     def build(host: Host) -> nn.Module:
-        model = toy(l=Layer(**params))
-        model.process_weights_after_loading = lambda: process(model.l)
+        model = Hooked()
+        model.l = Layer(**params)
         return model
 
     return build
