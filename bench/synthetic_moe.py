@@ -143,14 +143,14 @@ def expected_equal(model: nn.Module, weights: list[tuple[str, torch.Tensor]], sh
 
 
 def seconds_of(run: Callable[[], Any], repeats: int) -> float:
-    """Median wall time of a call, after one warm-up call."""
+    """Least wall time of a call after one warm-up call: what the code costs, without what else the machine did."""
     run()
     times = []
     for _ in range(repeats):
         start = time.perf_counter()
         run()
         times.append(time.perf_counter() - start)
-    return sorted(times)[repeats // 2]
+    return min(times)
 
 
 class AllocatedBytes(TorchDispatchMode):
