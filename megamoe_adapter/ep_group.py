@@ -24,7 +24,7 @@ import socket
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -34,6 +34,8 @@ RENDEZVOUS_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
 LOCAL_RANK_VARIABLES = ("OMPI_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_RANK")
 MAX_ADDRESS_BYTES = 256
 DEFAULT_TIMEOUT = timedelta(minutes=5)
+
+Result = TypeVar("Result")
 
 
 def resolve_ep_group(
@@ -88,7 +90,7 @@ def init_dist_from_mpi(*, mpi: Any = None, backend: str = "nccl", timeout: timed
     Args:
         mpi: The module `mpi4py.MPI`; imported when None.
         backend: "nccl" (the rank's GPU is set as its device) or "gloo".
-        timeout: Deadline of each wait.
+        timeout: Deadline of each wait; a wait for the others' attempt is twice as long.
 
     Returns:
         Whether `torch.distributed` is up because of this call. False without mpi4py or with a single rank.
@@ -110,12 +112,12 @@ def init_dist_from_mpi(*, mpi: Any = None, backend: str = "nccl", timeout: timed
         for name, value in zip(RENDEZVOUS_VARIABLES, (address, port, str(rank), str(world_size)), strict=True):
             os.environ.setdefault(name, value)
     device = _device_of_rank(mpi, rank) if backend == "nccl" else None
-    error = _attempt(lambda: _init(backend, rank, world_size, device, timeout))
-    if _any_rank(mpi, error is not None, 2 * timeout):
-        if dist.is_initialized():
-            dist.destroy_process_group()
+    error = _start(mpi, backend, device, timeout)
+    if error is not None:
         os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = _draw_address(mpi, timeout)
-        _init(backend, rank, world_size, device, timeout)
+        error = _start(mpi, backend, device, timeout)
+    if error is not None:
+        raise error
     return True
 
 
@@ -154,16 +156,48 @@ def _device_of_rank(mpi: Any, rank: int) -> torch.device:
     return torch.device("cuda", local_rank_of(mpi, rank, num_devices) % num_devices)
 
 
-def _init(backend: str, rank: int, world_size: int, device: torch.device | None, timeout: timedelta) -> None:
-    dist.init_process_group(backend, rank=rank, world_size=world_size, device_id=device, timeout=timeout)
+def _start(mpi: Any, backend: str, device: torch.device | None, timeout: timedelta) -> RuntimeError | None:
+    """One attempt of all ranks, ending alike on all of them: None, or an error on every rank and no process group.
 
+    Rank 0 binds before the others connect: a client that reaches somebody else's port would wait without a deadline.
+    """
+    rank, world_size = mpi.COMM_WORLD.Get_rank(), mpi.COMM_WORLD.Get_size()
+    address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    store: Any = None
+    error = None
+    if rank == 0:
+        store, error = _attempt(lambda: _open_store(True, world_size, timeout))
+    if _any_rank(mpi, error is not None, 2 * timeout):
+        return error or RuntimeError(f"rank 0 could not bind the rendezvous address {address}")
 
-def _attempt(action: Callable[[], None]) -> RuntimeError | None:
-    try:
-        action()
-    except RuntimeError as error:  # torch's DistNetworkError and DistStoreError are among them
-        return error
+    def join() -> None:
+        found = store if store is not None else _open_store(False, world_size, timeout)
+        _init(backend, found, rank, world_size, device, timeout)
+
+    _, error = _attempt(join)
+    if _any_rank(mpi, error is not None, 2 * timeout):
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        return error or RuntimeError(f"another rank could not join the process group at {address}")
     return None
+
+
+def _open_store(is_master: bool, world_size: int, timeout: timedelta) -> Any:
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return dist.TCPStore(host, port, world_size, is_master, timeout=timeout, wait_for_workers=False)  # type: ignore[attr-defined]
+
+
+def _init(
+    backend: str, store: Any, rank: int, world_size: int, device: torch.device | None, timeout: timedelta
+) -> None:
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, device_id=device, timeout=timeout)
+
+
+def _attempt(action: Callable[[], Result]) -> tuple[Result | None, RuntimeError | None]:
+    try:
+        return action(), None
+    except RuntimeError as error:  # torch's DistNetworkError and DistStoreError are among them
+        return None, error
 
 
 def _draw_address(mpi: Any, timeout: timedelta) -> tuple[str, str]:
