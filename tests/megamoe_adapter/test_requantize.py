@@ -234,6 +234,16 @@ def test_block_fp8_divides_by_the_peak_of_each_block_even_partial_ones():
     assert not real[128:, 256:].any()
 
 
+def test_engine_and_trainer_make_the_same_block_fp8():
+    from weightsync.trainer.quantize import quantize_block_fp8
+
+    x = torch.randn(200, 300, generator=torch.Generator().manual_seed(6)).bfloat16()
+    x[:128, :128] = 0
+    x[128:, :128] *= 1e-30
+    for ours, theirs in zip(requantize.quantize_block_fp8(x), quantize_block_fp8(x), strict=True):
+        assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
+
+
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float8_e8m0fnu])
 def test_coarse_ue8m0_scales_expand_without_a_change_of_value(dtype):
     coarse = torch.arange(100, 106, dtype=torch.uint8).view(2, 3).view(dtype)
