@@ -23,7 +23,6 @@ import datetime
 import json
 import platform
 import statistics
-import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -214,7 +213,7 @@ def main() -> None:
     facts = {
         "hardware": torch.cuda.get_device_name() if device == "cuda" else f"CPU {platform.machine()}",
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
-        "command": " ".join(["python", "bench/requantize.py", *sys.argv[1:]]),
+        "command": f"python bench/requantize.py --gib {options.gib} --repeat {options.repeat}",
     }
     if options.out is not None:
         with options.out.open("a") as file:
