@@ -16,7 +16,7 @@ device memory. The graph then serves every later source:
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Literal, NoReturn, Protocol
 
@@ -49,6 +49,19 @@ def strided_view(
     """
     view = torch.empty(0, dtype=dtype, device=storage.device)
     return view.set_(storage.untyped_storage(), offset // dtype.itemsize, size, strides)
+
+
+def bound_addresses(views: Iterable[torch.Tensor]) -> list[tuple[torch.UntypedStorage, int]]:
+    """Each storage behind `views` once, with its address, for `check_unmoved`. Keeps the storages alive."""
+    storages = {view.data_ptr(): view.untyped_storage() for view in views}
+    return [(storage, address) for address, storage in storages.items()]
+
+
+def check_unmoved(addresses: Sequence[tuple[torch.UntypedStorage, int]]) -> None:
+    """LayoutError if a storage was resized or freed since its address was noted: views and tables of it are stale."""
+    moved = sum(storage.data_ptr() != address for storage, address in addresses)
+    if moved:
+        raise LayoutError(f"{moved} destination storages have moved since they were bound; bind the plan again")
 
 
 def choose_backend(device: torch.device, backend: Backend = "auto") -> Literal["torch", "triton"]:
@@ -89,7 +102,7 @@ class SegmentCopy:
         self.table = table
         self.device = next(iter(devices), None)
         self._needed: list[int] = table.source_bytes_needed().tolist()
-        self._storages = [(view, view.data_ptr()) for view in views.values()]
+        self._addresses = bound_addresses(views.values())
         self._sources: tuple[torch.Tensor, ...] | None = None
         self._copies: _Copies | None = None
         if self.device is not None:
@@ -152,9 +165,7 @@ class SegmentCopy:
         """
         if self._sources is None:
             raise ReloadError("no sources are bound; call bind_sources first, or run")
-        moved = sum(view.untyped_storage().data_ptr() != address for view, address in self._storages)
-        if moved:
-            raise LayoutError(f"{moved} destination storages have moved since they were bound; bind the plan again")
+        check_unmoved(self._addresses)
         if self._copies:
             self._copies.launch()
 

@@ -23,6 +23,8 @@ from weightsync.kernels.segment_copy import (
     Backend,
     SegmentCopy,
     Storage,
+    bound_addresses,
+    check_unmoved,
     choose_backend,
     storage_view,
     strided_view,
@@ -67,8 +69,11 @@ class Replay:
         self.bind(storages)
 
     def bind(self, storages: Mapping[int, Storage]) -> None:
-        """Binds the writes to other storages and drops every view and table that pointed to the old ones."""
-        self._parts = []
+        """Binds the writes to other storages and drops every view and table that pointed to the old ones.
+
+        Raises:
+            LayoutError: As for the class; the old binding stays then.
+        """
         views = {key: storage_view(storages[key]) for key in {w.destination for w in self._writes} & storages.keys()}
         table = compile_segments(self._writes)
         table.check_bounds(None, {key: view.nbytes for key, view in views.items()})
@@ -87,8 +92,11 @@ class Replay:
         the two.
 
         Raises:
-            LayoutError: A tensor is smaller than what the plan reads of it. Tensors before it have been copied.
+            LayoutError: A storage has moved since it was bound; nothing has been copied then. Or a tensor is smaller
+                than what the plan reads of it; tensors before it may have been copied.
         """
+        for part in self._parts:
+            part.check_unmoved()
         if len(self._parts) > 1 and not isinstance(tensors, Sequence):
             for named in tensors:
                 for part in self._parts:
@@ -113,11 +121,16 @@ class Replay:
     def copy_buckets(self, filled: Sequence[tuple[Bucket, torch.Tensor]]) -> None:
         """`copy_bucket` for several buffers at once; per device of the live storages one launch on a GPU."""
         buckets = tuple(bucket for bucket, _ in filled)
-        copies = [part.compiled(buckets) for part in self._parts]
-        for copy in copies:
-            if copy.device is not None:
+        copies = [copy for copy in (part.compiled(buckets) for part in self._parts) if copy.device is not None]
+        try:
+            for copy in copies:
                 device = copy.device
-                copy.run([b if b.device == device else b.to(device, non_blocking=True) for _, b in filled])
+                copy.bind_sources([b if b.device == device else b.to(device) for _, b in filled])
+            for copy in copies:
+                copy.launch()
+        finally:
+            for copy in copies:
+                copy.release_sources()
 
 
 class _NameViews(NamedTuple):
@@ -144,7 +157,8 @@ class _DeviceReplay:
     ) -> None:
         self._device = device
         self._by_name = group_by_name(writes)
-        self._storages = storages
+        self._storages = {key: storages[key] for key in dict.fromkeys(write.destination for write in writes)}
+        self._addresses = bound_addresses(self._storages.values())
         self._backend = backend
         self._launches = choose_backend(device, backend) == "triton"
         self._rows: defaultdict[str, list[_Row]] | None = None
@@ -152,6 +166,10 @@ class _DeviceReplay:
         self._named_copies: dict[tuple[str, ...], SegmentCopy] = {}
         self._recent: dict[tuple[int, ...], tuple[tuple[Bucket, ...], SegmentCopy]] = {}
         self._compiled: dict[tuple[Bucket, ...], SegmentCopy] = {}
+
+    def check_unmoved(self) -> None:
+        """LayoutError if a storage was resized or freed since it was bound."""
+        check_unmoved(self._addresses)
 
     def compiled(self, buckets: tuple[Bucket, ...]) -> SegmentCopy:
         """The table of these buckets; the same bucket objects are found without comparing their chunks."""
@@ -177,7 +195,7 @@ class _DeviceReplay:
                 continue
             held = one_pass
             if tensor.device != device:
-                tensor, held = tensor.to(device, non_blocking=True), True
+                tensor, held = tensor.to(device), True  # waits, so that the caller may reuse the tensor
             if not tensor.is_contiguous():
                 tensor, held = tensor.contiguous(), True
             batch.append((name, tensor))
@@ -190,18 +208,23 @@ class _DeviceReplay:
 
     @torch.inference_mode()  # views of small tensors are a third cheaper, and storages bound under it are writable
     def _copy_batch(self, batch: list[Named]) -> None:
-        names = tuple(name for name, _ in batch)
-        copy = self._named_copies.get(names)
-        if copy is not None or (self._launches and MIN_LAUNCH_TENSORS <= len(batch) == len(set(names))):
-            if copy is None:
-                table = compile_segments({name: self._by_name[name] for name in names})
-                copy = SegmentCopy(table, self._storages, backend=self._backend)
-                _keep(self._named_copies, names, copy)
-            copy.run([tensor for _, tensor in batch])
-            return
+        if self._launches and len(batch) >= MIN_LAUNCH_TENSORS:
+            copy = self._named_copy(tuple(name for name, _ in batch))
+            if copy is not None:
+                copy.run([tensor for _, tensor in batch])
+                return
         destinations, sources = self._pairs(batch)
         if destinations:
             torch._foreach_copy_(destinations, sources)
+
+    def _named_copy(self, names: tuple[str, ...]) -> SegmentCopy | None:
+        """The table that takes one source per name; None if a name stands twice, for rows of a table have no order."""
+        copy = self._named_copies.get(names)
+        if copy is None and len(set(names)) == len(names):
+            table = compile_segments({name: self._by_name[name] for name in names})
+            copy = SegmentCopy(table, self._storages, backend=self._backend)
+            _keep(self._named_copies, names, copy)
+        return copy
 
     def _pairs(self, batch: list[Named]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         destinations: list[torch.Tensor] = []

@@ -119,6 +119,22 @@ def test_the_interleaved_expert_comes_out_in_kernel_order():
     assert torch.equal(live.view(torch.uint8), expected)
 
 
+def test_a_name_may_come_in_another_shape_or_dtype_of_the_same_bytes():
+    writes, live, wires = one_expert()
+    replay = Replay(writes, {0: live})
+    replay.copy_tensors(list(wires.items()))
+    expected = live.view(torch.uint8).clone()
+    for shape, dtype in (
+        ((64,), torch.uint8),
+        ((4, 16), torch.float8_e4m3fn),
+        ((8, 1), torch.float64),
+        ((16,), torch.float32),
+    ):
+        live.view(torch.uint8).zero_()
+        replay.copy_tensors([(name, wire.view(-1).view(dtype).view(shape)) for name, wire in wires.items()])
+        assert torch.equal(live.view(torch.uint8), expected), (shape, dtype)
+
+
 def test_bucket_plans_of_every_size_agree():
     writes, live, wires = one_expert()
     wires["w1"], wires["w3"] = (wire.repeat(8, 4).contiguous() for wire in wires.values())  # (128, 16) each
@@ -174,6 +190,8 @@ def test_a_storage_that_moved_is_refused():
     live.untyped_storage().resize_(1 << 20)
     with pytest.raises(LayoutError, match="moved"):
         replay.copy_bucket(bucket, torch.ones(64, dtype=torch.uint8))
+    with pytest.raises(LayoutError, match="moved"):
+        replay.copy_tensors([("w1", torch.ones(64, dtype=torch.uint8))])
 
 
 def test_binding_again_writes_to_the_new_storage_alone():
