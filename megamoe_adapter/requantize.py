@@ -8,9 +8,9 @@ value, so no code saturates:
     b    = smallest in 0..254 with max |real| <= 448 * 2**(b - 127);  0 for a group of zeros
     code'= E4M3 nearest-even of real / 2**(b - 127)
 
-All of it is integer arithmetic on exponents and multiplication by powers of two, which are exact; the one rounding is
-the last cast. So every device gives the same bytes, and where a scale is a power of two (and normal) the result equals
-the source in value. Codes are found from the source alone, so a repeated push cannot compound.
+Only two steps can round, the float32 product and the last cast; exponents are compared as integers, and powers of two
+multiply exactly. So every device gives the same bytes, and where a scale is a power of two (and normal) the result
+equals the source in value. Codes are found from the source alone, so a repeated push cannot compound.
 
     weight, scale_bytes = requantize_block_fp8(weight, weight_scale_inv)      # one shard, checkpoint order
     requantize_layer_("layers.3.mlp.experts", [StagedShards(w13, w13_scale_inv, w13_scale, [(0, GATE), (0, UP)])])
@@ -31,14 +31,7 @@ from functools import cached_property
 
 import torch
 
-from megamoe_adapter.layout import (
-    BLOCK,
-    GATE,
-    block_scale_rows,
-    restore_scale_strides,
-    scale_view,
-    weight_view,
-)
+from megamoe_adapter.layout import BLOCK, GATE, block_scale_rows, restore_scale_strides, scale_view, weight_view
 from weightsync.errors import shown
 
 E4M3_MAX = 448.0
@@ -191,9 +184,11 @@ class StagedShards:
         if not self.weight.is_contiguous():
             raise ValueError(f"a staged weight must be contiguous, got strides {self.weight.stride()}")
         blocks = (experts, rows // BLOCK, cols // BLOCK)
-        if self.block_scale.dtype != torch.float32 or tuple(self.block_scale.shape) != blocks:
+        scale = self.block_scale
+        if scale.dtype != torch.float32 or tuple(scale.shape) != blocks or not scale.is_contiguous():
             raise ValueError(
-                f"block scales must be float32 {blocks}, got {self.block_scale.dtype} {tuple(self.block_scale.shape)}"
+                f"block scales must be float32 {blocks}, contiguous, "
+                f"got {scale.dtype} {tuple(scale.shape)} with strides {scale.stride()}"
             )
         words = (experts, rows, cols // BLOCK)
         if tuple(self.scale.shape) != words:

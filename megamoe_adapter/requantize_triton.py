@@ -76,8 +76,6 @@ def requantize_(stacks: Sequence[StagedShards], flags: torch.Tensor) -> None:
 
 def _launch(stack: StagedShards) -> tuple[tuple[int], dict[str, Any]]:
     """The grid, and the arguments that both kernels share."""
-    if not stack.block_scale.is_contiguous():
-        raise ValueError(f"block scales must be contiguous, got strides {stack.block_scale.stride()}")
     words = stack.weight.shape[2] // BLOCK
     tile_words = next(size for size in (MAX_WORDS, 1) if words % size == 0)
     tiles = stack.rows_per_shard // BLOCK_ROWS * (words // tile_words)

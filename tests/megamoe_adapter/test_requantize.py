@@ -435,6 +435,7 @@ def test_rounding_is_said_once_and_powers_of_two_say_nothing():
         ({"weight": torch.zeros(2, 256, 512, dtype=E4M3)[:, :, ::2]}, "contiguous"),
         ({"block_scale": torch.ones(2, 2, 1)}, "block scales must be float32"),
         ({"block_scale": torch.ones(2, 2, 2, dtype=torch.bfloat16)}, "block scales must be float32"),
+        ({"block_scale": torch.ones(2, 2, 4)[:, :, ::2]}, "block scales must be float32"),
         ({"scale": torch.zeros(2, 256, 4, dtype=torch.int32)}, r"packed scales must be \(2, 256, 2\)"),
         ({"scale": torch.zeros(2, 256, 2, dtype=torch.int32)}, "MN-major"),
         ({"shards": [(2, GATE)]}, "shards must be distinct"),
