@@ -1,14 +1,13 @@
-"""The two torch modes under which a loader runs without moving a byte.
+"""The torch mode under which a loader runs without moving a byte.
 
 Sources are meta tensors. Views of anything are made for real, since they cost nothing and change nothing. A `copy_`
 from an untouched source into a live tensor is noted and not executed; anything computed from a source is computed on
 meta, and its result remembers the names. Loaders' own constants and live tensors that no name has written are computed
 for real, so that a loader's branches on them (expert maps, ranks) go the way that they go in a real load.
 
-    with DispatchMode(ledger), FunctionMode(ledger):
+    dispatch = DispatchMode(ledger)
+    with dispatch, FunctionMode(ledger, dispatch):       # calls.py: what never becomes an operator
         model.load_weights(sources)
-
-`DispatchMode` sees every aten operator. `FunctionMode` sees what never gets there: `p.data = x`, `.numpy()`, `.cuda()`.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from weightsync.plan.ledger import NO_LIVE, NO_NAMES, Ledger, Names, squeezed
@@ -200,18 +198,20 @@ class DispatchMode(TorchDispatchMode):
         holding = self.ledger.of(source)
         if holding is None or not holding.names:
             return self._run(func, operator, args, kwargs)
-        same_order = kwargs.get("memory_format") in (None, torch.preserve_format) or source.is_contiguous()
-        if kwargs.get("dtype") in (None, source.dtype) and kwargs.get("layout") in (None, source.layout) and same_order:
-            return source.detach()
+        if kwargs.get("dtype") in (None, source.dtype) and kwargs.get("layout") in (None, source.layout):
+            # On the model's device, where weights arrive, `to` returns the tensor itself unless told to reorder it.
+            reorders = kwargs.get("memory_format") not in (None, torch.preserve_format)
+            same = _cloned(source, kwargs) if reorders else source.detach()
+            if same is not None:
+                return same
         return self._run(func, operator, args, {**kwargs, "device": _META})
 
     def _clone(self, func: Any, operator: Operator, args: Any, kwargs: Any) -> Any:
         """A clone in the same order is the same bytes; another order counts as computed."""
         source = args[0]
         holding = self.ledger.of(source)
-        if holding is not None and holding.source is not None and _is_laid_out(source, kwargs):
-            return source.detach()
-        return self._run(func, operator, args, kwargs)
+        same = _cloned(source, kwargs) if holding is not None and holding.source is not None else None
+        return self._run(func, operator, args, kwargs) if same is None else same
 
     def _pin_memory(self, func: Any, operator: Operator, args: Any, kwargs: Any) -> Any:
         return args[0].detach() if args[0].is_meta else self._run(func, operator, args, kwargs)
@@ -265,7 +265,7 @@ class DispatchMode(TorchDispatchMode):
         if holding is None or not holding.destinations:
             return self._run(func, operator, args, kwargs)
         source = next(iter(tensors_in(args[1:])), None)
-        note_rebinding(self.ledger, target, source)
+        self.ledger.rebind(target, source)
         return target
 
 
@@ -280,113 +280,6 @@ _SPECIAL_OPERATORS: dict[str, Callable[..., Any]] = {
     "set_": DispatchMode._rebind_,
     "resize_": DispatchMode._rebind_,
 }
-
-
-class FunctionMode(TorchFunctionMode):
-    """Notes which source a loader looks at, and handles the calls that no dispatch mode sees."""
-
-    def __init__(self, ledger: Ledger, dispatch: DispatchMode) -> None:
-        super().__init__()
-        self.ledger = ledger
-        self.dispatch = dispatch
-
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        first = args[0] if args else None
-        if isinstance(first, torch.Tensor) and first.is_meta:  # sources are on meta
-            name = self.ledger.name_of(first)
-            if name is not None:
-                self.ledger.current = name
-                self.ledger.touched.add(name)
-        special = _SPECIAL_CALLS.get(func)
-        if special is not None:
-            return special(self, func, *args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
-
-    def _is_derived(self, tensor: torch.Tensor) -> bool:
-        holding = self.ledger.of(tensor)
-        return holding is not None and not holding.destinations and bool(holding.names)
-
-    def _set_data(self, func: Any, target: torch.Tensor, value: torch.Tensor) -> None:
-        holding = self.ledger.of(target)
-        if holding is not None and holding.destinations:
-            note_rebinding(self.ledger, target, value)
-        elif self._is_derived(value) and not target.is_meta:
-            names, live = self.ledger.read(value)
-            self.ledger.claim(target, names, live)
-            self.ledger.mark(target, names, live)
-        else:
-            func(target, value)
-
-    def _setitem(self, func: Any, target: torch.Tensor, index: Any, value: Any) -> None:
-        self.dispatch.setitem_numel = value.numel() if isinstance(value, torch.Tensor) else None
-        try:
-            func(target, index, value)
-        finally:
-            self.dispatch.setitem_numel = None
-
-    def _to(self, func: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """`tensor.to(...)` without the device, which a source does not have yet."""
-        if not (tensor.is_meta and self._is_derived(tensor)):
-            return func(tensor, *args, **kwargs)
-        given = [*args, kwargs.get("dtype"), kwargs.get("other")]
-        dtypes = [item.dtype if isinstance(item, torch.Tensor) else item for item in given]
-        dtype = next((item for item in dtypes if isinstance(item, torch.dtype)), tensor.dtype)
-        return func(tensor, dtype=dtype, memory_format=kwargs.get("memory_format", torch.preserve_format))
-
-    def _move(self, func: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        return tensor if tensor.is_meta and self._is_derived(tensor) else func(tensor, *args, **kwargs)
-
-    def _leave_torch(self, func: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """NumPy arrays and lists: a placeholder for a source, a copy of live bytes."""
-        names, live = self.ledger.read(tensor)
-        self.ledger.looked_at(live)
-        what = func.__name__.strip("_")
-        if names or tensor.is_meta:
-            self.ledger.needs_values(names, f"its loader depends on values ({what})")
-            return func(torch.full(tensor.shape, self.ledger.placeholder, dtype=tensor.dtype), *args, **kwargs)
-        holding = self.ledger.of(tensor)
-        if holding is not None and holding.destinations and what != "tolist":
-            self.ledger.needs_values((), "its loader hands a live tensor to NumPy, where writes can't be seen")
-            return func(tensor.clone(), *args, **kwargs)
-        return func(tensor, *args, **kwargs)
-
-    def _address(self, func: Any, tensor: torch.Tensor) -> int:
-        if self._is_derived(tensor):
-            self.ledger.needs_values(self.ledger.read(tensor)[0], "its loader takes its address")
-        return int(func(tensor))
-
-
-_SPECIAL_CALLS: dict[Any, Callable[..., Any]] = {
-    torch.Tensor.data.__set__: FunctionMode._set_data,  # type: ignore[attr-defined]
-    torch.Tensor.__setitem__: FunctionMode._setitem,
-    torch.Tensor.to: FunctionMode._to,
-    torch.Tensor.cpu: FunctionMode._move,
-    torch.Tensor.cuda: FunctionMode._move,
-    torch.Tensor.pin_memory: FunctionMode._move,
-    torch.Tensor.numpy: FunctionMode._leave_torch,
-    torch.Tensor.__array__: FunctionMode._leave_torch,
-    torch.Tensor.tolist: FunctionMode._leave_torch,
-    torch.Tensor.data_ptr: FunctionMode._address,
-}
-
-
-def note_rebinding(ledger: Ledger, target: torch.Tensor, value: torch.Tensor | None) -> None:
-    """Notes that a loader gives a live tensor other storage, which is refused if that changes its layout.
-
-    Args:
-        ledger: Where to note it.
-        target: The live tensor.
-        value: What takes its place; None if only the size changes.
-    """
-    names, live = ledger.read(value) if value is not None else (NO_NAMES, NO_LIVE)
-    if value is not None and ledger.of(value) is ledger.of(target) and Region.of(value) == Region.of(target):
-        return
-    if not names and ledger.current is not None:
-        names = frozenset((ledger.current,))
-    if value is None or value.shape != target.shape or value.dtype != target.dtype:
-        ledger.refuse_copy(names, target, target if value is None else value, "its loader rebinds a live tensor")
-    ledger.rebound |= names
-    ledger.claim(target, names, live - frozenset(ledger.of(target).destinations))  # type: ignore[union-attr]
 
 
 def _as_meta(tensor: torch.Tensor) -> torch.Tensor:
@@ -405,12 +298,14 @@ def _fits(source: torch.Tensor, target: torch.Tensor) -> bool:
     return all(have in (want, 1) for have, want in pairs)
 
 
-def _is_laid_out(tensor: torch.Tensor, kwargs: dict[str, Any]) -> bool:
-    """Whether a clone with `memory_format` keeps the order of the bytes."""
-    if tensor.is_contiguous():
-        return True
-    keeps = kwargs.get("memory_format") in (None, torch.preserve_format)
-    return keeps and Region.of(tensor).coalesced().shape == (tensor.numel() * tensor.dtype.itemsize,)
+def _cloned(source: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor | None:
+    """An alias that looks like a clone with `memory_format`; None if that clone has its bytes in another order."""
+    if kwargs.get("memory_format") in (None, torch.preserve_format):
+        is_dense = Region.of(source).coalesced().shape == (source.numel() * source.dtype.itemsize,)
+        return source.detach() if is_dense or source.is_contiguous() else None
+    if not source.is_contiguous() or kwargs["memory_format"] != torch.contiguous_format:
+        return None
+    return source.as_strided(source.shape, torch.empty(source.shape, device=_META).stride())
 
 
 def _runs(rows: list[int]) -> list[tuple[int, int]]:

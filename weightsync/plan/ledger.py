@@ -183,6 +183,25 @@ class Ledger:
         self.claims.append(claim)
         self._by_storage[self.destinations[claim.destination].storage].append(claim)
 
+    def rebind(self, target: torch.Tensor, value: torch.Tensor | None) -> None:
+        """Notes that a loader gives a live tensor other storage; refused if that changes its layout.
+
+        Args:
+            target: The live tensor.
+            value: What takes its place; None if only its size changes.
+        """
+        names, live = self.read(value) if value is not None else (NO_NAMES, NO_LIVE)
+        holding = self.of(target)
+        if holding is None:
+            return
+        if value is not None and self.of(value) is holding and Region.of(value) == Region.of(target):
+            return
+        names = names or frozenset(self._current())
+        if value is None or value.shape != target.shape or value.dtype != target.dtype:
+            self.refuse_copy(names, target, target if value is None else value, "its loader rebinds a live tensor")
+        self.rebound |= names
+        self.claim(target, names, live - frozenset(holding.destinations))
+
     def claims_elsewhere(self, tensor: torch.Tensor) -> list[tuple[Names, Region]]:
         """Writes to a tensor that was no destination when it was written, such as a parameter registered late."""
         return self._elsewhere.get(storage_key(tensor), [])

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from weightsync.errors import LayoutError
 from weightsync.manifest import ParamMeta
 from weightsync.plan.ledger import Ledger
 from weightsync.reachable import holders, walk
@@ -218,10 +219,19 @@ class Feed:
 
 
 def observe(model: torch.nn.Module, ledger: Ledger) -> None:
-    """Shadows post-load hooks by nothing and `weight_loader`s by observers, on instances; `PythonState` undoes it."""
+    """Shadows post-load hooks and puts observers before weight loaders, on instances; `PythonState` undoes it.
+
+    Raises:
+        LayoutError: An object has a post-load hook that can't be shadowed.
+    """
     for holder in holders(model):
-        if callable(getattr(type(holder), "process_weights_after_loading", None)):
-            object.__setattr__(holder, "process_weights_after_loading", _nothing)
+        hook = "process_weights_after_loading"
+        if callable(getattr(type(holder), hook, None)) or callable(getattr(holder, "__dict__", {}).get(hook)):
+            if not hasattr(holder, "__dict__"):
+                raise LayoutError(
+                    f"{type(holder).__name__}.{hook} can't be kept from running: the class has slots only"
+                )
+            object.__setattr__(holder, hook, _nothing)
         if isinstance(holder, torch.nn.Module) and callable(getattr(holder, "weight_loader", None)):
             object.__setattr__(holder, "weight_loader", _observed(getattr(holder, "weight_loader"), ledger))  # noqa: B009  # mypy takes it for a tensor
     seen: set[int] = set()

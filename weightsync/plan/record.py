@@ -4,10 +4,8 @@
     recording.claims        # who writes which bytes of which destination
     recording.names["layers.0.w1.weight"].treatment
 
-`load_weights` runs once over meta tensors (dry_run.py says what is noted and what is executed). If it raises, the name
-that was being loaded is to blame, and the same iterator is given to it again, so that one run finds every bad name.
-Names that depend on values run a second time with other placeholders, so that both sides of a branch are seen. Whatever
-happens, the model's Python state is put back.
+`load_weights` runs once over meta tensors (dry_run.py says what is noted and what is executed, examine.py what happens
+when it raises). Whatever happens, the model's Python state is put back.
 """
 
 from __future__ import annotations
@@ -15,27 +13,25 @@ from __future__ import annotations
 import fnmatch
 import gc
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from weightsync.errors import LayoutError, shown
-from weightsync.manifest import Manifest, ParamMeta
-from weightsync.plan.dry_run import DispatchMode, FunctionMode
+from weightsync.manifest import Manifest
+from weightsync.plan.examine import Examination
 from weightsync.plan.foreign import Foreign
 from weightsync.plan.ledger import Ledger, storage_key
-from weightsync.plan.loading import Feed, Loader, has_wrappers, observe, through_wrappers
+from weightsync.plan.loading import observe
 from weightsync.plan.regions import Region
 from weightsync.plan.tally import overlaps
 from weightsync.plan.writes import Claim, Destination, NamePlan, Write, layout_text
 from weightsync.reachable import PythonState, Slot, walk
 
 Casts = Literal["refuse", "allow"]
-NUM_ERRORS = 200  # restarts of load_weights before a dry run gives up looking for more bad names
-NUM_ERRORS_AS_IS = 8  # the same where wrappers may be to blame, before names are tried through them
 _KIND_ORDER = {"parameter": 0, "buffer": 1, "attribute": 2}
 
 
@@ -91,7 +87,7 @@ def record(
     for index, tensor in enumerate(tensors):
         ledger.add_destination(index, tensor)
     ignored = {entry.name for entry in manifest if any(fnmatch.fnmatchcase(entry.name, pattern) for pattern in ignore)}
-    run = _Run(model, ledger, [entry for entry in manifest if entry.name not in ignored])
+    run = Examination(model, ledger, [entry for entry in manifest if entry.name not in ignored])
     state = PythonState.capture(model)
     try:
         observe(model, ledger)
@@ -108,7 +104,18 @@ def record(
 
 
 def find_destinations(slots: Iterable[Slot]) -> tuple[list[Destination], list[torch.Tensor]]:
-    """Live tensors with distinct bytes, parameters first; slots of equal bytes become aliases of one destination."""
+    """Live tensors with distinct bytes, parameters first; slots of equal bytes become aliases of one destination.
+
+    Raises:
+        LayoutError: Parameters or buffers keep their bytes in inner tensors, as DTensors do, where no copy can be seen.
+    """
+    slots = list(slots)
+    inner = [slot.path for slot in slots if slot.kind != "attribute" and is_traceable_wrapper_subclass(slot.tensor)]
+    if inner:
+        raise LayoutError(
+            f"{len(inner)} tensors keep their bytes in inner tensors: {shown(inner)}; a reload writes plain ones only",
+            names=inner,
+        )
     storages: dict[int, int] = {}
     grouped: dict[tuple[int, Region], list[Slot]] = {}
     for slot in sorted(slots, key=lambda slot: _KIND_ORDER[slot.kind]):
@@ -129,125 +136,6 @@ def _destination(slot: Slot, storage: int, aliases: tuple[str, ...] = (), late: 
     numel = getattr(tensor, "weight_loader_numel", None)
     shape, region = tuple(tensor.shape), Region.of(tensor)
     return Destination(slot.path, aliases, slot.module, slot.kind, shape, tensor.dtype, region, storage, numel, late)
-
-
-class _Run:
-    """Runs the loader until every name has been examined."""
-
-    def __init__(self, model: torch.nn.Module, ledger: Ledger, entries: list[ParamMeta]) -> None:
-        self.ledger = ledger
-        self.entries = {entry.name: entry for entry in entries}
-        self.loader = Loader(model)
-        self.failures: dict[str, tuple[bool, str]] = {}  # name -> (whether it was looked at, the loader's words)
-        self.mapping: dict[str, str] = {}
-        self.bare: set[str] = set()
-        self._drawn: set[str] = set()
-        self._inference = any(parameter.is_inference() for parameter in model.parameters())
-        self._wrapped = has_wrappers(self.loader.module)
-
-    def examine(self) -> None:
-        """Names as they are, then through wrappers, then value-dependent names with other placeholders."""
-        self._load(list(self.entries), max_errors=NUM_ERRORS if not self._wrapped else NUM_ERRORS_AS_IS)
-        if self._wrapped:
-            self._retry_through_wrappers()
-        values = [name for name in self.ledger.value_reads if name in self.entries]
-        self.ledger.placeholder = 1
-        for is_bare in (False, True):
-            again = [name for name in values if (name in self.bare) is is_bare]
-            self._load(again, self.mapping, bare=is_bare, max_errors=len(again), keep_failures=False)
-
-    def _retry_through_wrappers(self) -> None:
-        """Names that failed or were not reached: with wrapper components, then while nobody sees those."""
-        first = {name: self.failures.pop(name) for name in list(self.failures)}
-        undrawn = [name for name in self.entries if name not in self._drawn]
-        written = self.written()
-        mapping = {name: through_wrappers(self.loader.module, name) for name in self.entries if name not in written}
-        moved = {name: mapped for name, mapped in mapping.items() if mapped != name}
-        self._load(list(dict.fromkeys([*moved, *undrawn])), moved, max_errors=NUM_ERRORS)
-        written = self.written()
-        self.mapping = {name: mapped for name, mapped in moved.items() if name in written}
-        left = [name for name in self.entries if name not in written and (name in moved or name in first)]
-        second = {name: self.failures.pop(name) for name in left if name in self.failures}
-        self._load(left, bare=True, max_errors=NUM_ERRORS)
-        written = self.written()
-        self.bare = {name for name in left if name in written}
-        for name in left:
-            if name not in written and (name in first or name in second):
-                self.failures[name] = first.get(name) or second[name]
-
-    def written(self) -> set[str]:
-        """Names that write something."""
-        return {name for claim in self.ledger.claims for name in claim.names}
-
-    def _load(
-        self,
-        names: list[str],
-        mapping: Mapping[str, str] | None = None,
-        *,
-        max_errors: int,
-        bare: bool = False,
-        keep_failures: bool = True,
-    ) -> None:
-        """Gives `names` to the loader, again after each error, until all are drawn and no error is left."""
-        remaining, mapping = names, mapping or {}
-        attempts = 0
-        while remaining and attempts < max_errors:
-            feed = Feed(self.ledger, [(self.entries[name], mapping.get(name, name)) for name in remaining])
-            blamed: set[str] = set()
-            while attempts < max_errors and not (blamed and feed.exhausted):
-                attempts += 1
-                failed = self._attempt(feed, bare, keep_failures)
-                if failed is None:
-                    self._drawn |= feed.drawn
-                    return
-                blamed.add(failed)
-            self._drawn |= feed.drawn
-            if not feed.exhausted:
-                return
-            # The loader drew everything before it began, or failed at the last name: the rest comes again.
-            done = self.written() | set(self.failures) | blamed | self.ledger.touched
-            left = [name for name in remaining if name not in done]
-            remaining = left if len(left) < len(remaining) else []
-
-    def unreached(self) -> tuple[str, ...]:
-        """Names that the loader never got to, since it failed too often before."""
-        if not self.failures:
-            return ()
-        return tuple(name for name in self.entries if name not in self._drawn and name not in self.failures)
-
-    def _attempt(self, feed: Feed, bare: bool, keep_failures: bool) -> str | None:
-        """One call of the loader; returns the name to blame if it raised."""
-        ledger = self.ledger
-        dispatch = DispatchMode(ledger)
-        gradients: AbstractContextManager[Any] = torch.inference_mode() if self._inference else torch.no_grad()
-        try:
-            with gradients, dispatch, FunctionMode(ledger, dispatch):
-                self.loader.run(feed, bare)
-        except Exception as error:
-            name = _blame(error, ledger, self.entries)
-            if name is None:
-                raise LayoutError(f"load_weights failed before it loaded any weight: {_words(error)}") from error
-            if keep_failures and name not in ledger.value_reads:
-                self.failures.setdefault(name, (name in ledger.touched, _words(error)))
-            return name
-        return None
-
-
-def _words(error: Exception) -> str:
-    text = str(error)
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
-
-
-def _blame(error: Exception, ledger: Ledger, entries: dict[str, ParamMeta]) -> str | None:
-    """The name whose tensor the innermost frame has at hand, else the one being loaded."""
-    found = None
-    trace = error.__traceback__
-    while trace is not None:
-        for value in trace.tb_frame.f_locals.values():
-            if isinstance(value, torch.Tensor):
-                found = ledger.name_of(value) or found
-        trace = trace.tb_next
-    return found or ledger.current or next(iter(reversed(list(ledger.touched))), None)
 
 
 def _held(ledger: Ledger) -> frozenset[str]:
@@ -294,7 +182,7 @@ def _note_new_tensors(model: torch.nn.Module, before: list[Slot], ledger: Ledger
             ledger.add_claim(Claim(tuple(sorted(writers)), index, shifted if same else base, None))
 
 
-def _conclude(run: _Run, held: frozenset[str]) -> Recording:
+def _conclude(run: Examination, held: frozenset[str]) -> Recording:
     """Turns the ledger into one `NamePlan` per name, and into refusals."""
     ledger = run.ledger
     _refuse_dependent(ledger)
@@ -312,8 +200,8 @@ def _conclude(run: _Run, held: frozenset[str]) -> Recording:
     names: dict[str, NamePlan] = {}
     unexpected: dict[str, str] = {}
     for name in run.entries:
-        touched, words = run.failures.get(name, (False, ""))
-        if words and (name in by_name or touched) and "KeyError" not in words:
+        looked_up, words = run.failures.get(name, (False, ""))
+        if words and (name in by_name or not looked_up):
             entry = run.entries[name]
             ledger.refuse([name], f"its loader raised {words} on {layout_text(entry.dtype, entry.shape)}")
         elif words:
