@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from weightsync.manifest import Manifest, ParamMeta
     from weightsync.plan.plan import ReloadPlan, plan_reload
     from weightsync.reload.layouts import record_layouts
+    from weightsync.reload.report import ReloadReport
     from weightsync.reload.session import (
-        ReloadReport,
         ReloadSession,
         abort_reload,
         finish_reload,
@@ -90,8 +90,8 @@ _MODULES = {
     "weightsync.manifest": ["Manifest", "ParamMeta"],
     "weightsync.plan.plan": ["ReloadPlan", "plan_reload"],
     "weightsync.reload.layouts": ["record_layouts"],
+    "weightsync.reload.report": ["ReloadReport"],
     "weightsync.reload.session": [
-        "ReloadReport",
         "ReloadSession",
         "abort_reload",
         "finish_reload",

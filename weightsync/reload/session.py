@@ -271,6 +271,31 @@ class ReloadSession:
                 )
             self._intake.take_bucket(bucket, buffer)
 
+    def prepare(self) -> None:
+        """The first half of `finish`: proves completeness, runs the post-load hooks, audits addresses.
+
+        Nothing is published and the model doesn't serve yet, so that several models, or ranks, can all get here before
+        any of them goes on. A second call does nothing.
+
+        Raises:
+            CoverageError, LayoutError, ReloadError, Exception: As `finish`.
+        """
+        self._require_open()
+        if self._prepared is not None:
+            return
+        if self._failure is not None:
+            failure = self._failure
+            self.abort(f"an earlier call failed: {failure}")
+            raise ReloadError(
+                f"this reload failed before and cannot be finished ({type(failure).__name__}: {failure}); it was "
+                f"aborted and the model is {self._state.status}; start again"
+            ) from failure
+        try:
+            self._prepared = self._finish()
+        except BaseException as error:
+            self._give_up(error)
+            raise
+
     def finish(self, version: int | None = None) -> ReloadReport:
         """Proves completeness, runs the post-load hooks, audits addresses and publishes the version.
 
@@ -291,36 +316,8 @@ class ReloadSession:
         self._require_open()
         version = self.version if version is None else version
         self._refuse_old(version)
-        return self._publish(self.prepare(), version)
-
-    def prepare(self) -> ReloadReport:
-        """All of `finish` but the publishing. A push to several ranks prepares all of them before any publishes.
-
-        Takes no data afterwards; `finish` publishes what was prepared, and `abort` still gives it up. Idempotent.
-
-        Returns:
-            What was done so far; without a version.
-
-        Raises:
-            CoverageError, LayoutError, ReloadError, Exception: As `finish`.
-        """
-        self._require_open()
-        if self._prepared is not None:
-            return self._prepared
-        if self._failure is not None:
-            failure = self._failure
-            self.abort(f"an earlier call failed: {failure}")
-            raise ReloadError(
-                f"this reload failed before and cannot be finished ({type(failure).__name__}: {failure}); it "
-                "was aborted and "
-                f"the model is {self._state.status}; start again"
-            ) from failure
-        try:
-            self._prepared = self._finish()
-        except BaseException as error:
-            self._give_up(error)
-            raise
-        return self._prepared
+        self.prepare()
+        return self._publish(version)
 
     def abort(self, reason: str = "") -> Status:
         """Gives up: old bytes come back where none were overwritten or a journal was kept, else the model is torn.
@@ -492,8 +489,10 @@ class ReloadSession:
     def _is_piecewise(self) -> bool:
         return self.plan is not None and self.plan.scope != self.scope
 
-    def _publish(self, report: ReloadReport, version: int | None) -> ReloadReport:
-        state = self._state
+    def _publish(self, version: int | None) -> ReloadReport:
+        state, report = self._state, self._prepared
+        if report is None:
+            raise ReloadError("nothing was prepared")
         report.version = version
         with state.lock:
             state.version = version
