@@ -63,7 +63,7 @@ def status(url: Annotated[str, typer.Argument(help="Where the engine serves, e.g
     import httpx
 
     try:
-        answer = httpx.get(f"{url.rstrip('/')}/weight_info", timeout=_STATUS_TIMEOUT_SECONDS)
+        answer = httpx.get(f"{url.rstrip('/')}/weight_info", timeout=_STATUS_TIMEOUT_SECONDS, trust_env=False)
         answer.raise_for_status()
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         _fail(f"{url} does not answer /weight_info: {error}")
