@@ -197,3 +197,13 @@ def test_restore_writes_no_bytes():
         model.first.weight.fill_(-1.0)
     state.restore()
     assert model.first.weight.tolist() == [-1.0, -1.0]
+
+
+def test_hooks_registered_meanwhile_are_gone_after_a_restore():
+    model = Root()
+    state = PythonState.capture(model)
+    model.first.register_forward_hook(lambda *args: None)
+    model.register_buffer("late", torch.zeros(1), persistent=False)
+    state.restore()
+    assert not model.first._forward_hooks
+    assert not model._non_persistent_buffers_set

@@ -36,8 +36,7 @@ class Examination:
         entries: Tensors of the manifest by name.
         loader: The model's loader.
         failures: Per name that made the loader raise: whether it looked for a name, and its words.
-        mapping: Wire names that landed under another name.
-        bare: Wire names that landed while `named_parameters` left wrapper components out.
+        mapping: Wire names that landed under another name; those that landed with bare parameter names, as they are.
     """
 
     def __init__(self, model: torch.nn.Module, ledger: Ledger, entries: list[ParamMeta]) -> None:
@@ -46,7 +45,6 @@ class Examination:
         self.loader = Loader(model)
         self.failures: dict[str, tuple[bool, str]] = {}
         self.mapping: dict[str, str] = {}
-        self.bare: set[str] = set()
         self._drawn: set[str] = set()
         self._inference = any(parameter.is_inference() for parameter in model.parameters())
         self._wrapped = has_wrappers(self.loader.module)
@@ -59,7 +57,7 @@ class Examination:
         values = [name for name in self.ledger.value_reads if name in self.entries]
         self.ledger.placeholder = 1
         for is_bare in (False, True):
-            again = [name for name in values if (name in self.bare) is is_bare]
+            again = [name for name in values if (self.mapping.get(name) == name) is is_bare]
             self._load(again, self.mapping, bare=is_bare, max_errors=len(again), keep_failures=False)
 
     def _retry_through_wrappers(self) -> None:
@@ -76,7 +74,7 @@ class Examination:
         second = {name: self.failures.pop(name) for name in left if name in self.failures}
         self._load(left, bare=True, max_errors=NUM_ERRORS)
         written = self.written()
-        self.bare = {name for name in left if name in written}
+        self.mapping.update((name, name) for name in left if name in written)
         for name in left:
             if name not in written and (name in first or name in second):
                 self.failures[name] = first.get(name) or second[name]

@@ -46,11 +46,12 @@ def explain(plan: ReloadPlan) -> str:
     for label, names in (("not on this rank", plan.skipped), ("ignored", plan.ignored)):
         if names:
             lines.append(f"{label}: {shown(list(names))}")
-    if plan.mapping:
-        pairs = [f"{name} -> {mapped}" for name, mapped in plan.mapping.items()]
-        lines.append(f"mapped through wrappers: {shown(pairs, 3)}")
-    if plan.bare:
-        lines.append(f"looked up without wrapper components: {shown(list(plan.bare), 3)}")
+    moved = [f"{name} -> {given}" for name, given in plan.mapping.items() if name != given]
+    if moved:
+        lines.append(f"mapped through wrappers: {shown(moved, 3)}")
+    bare = [name for name, given in plan.mapping.items() if name == given]
+    if bare:
+        lines.append(f"looked up without wrapper components: {shown(bare, 3)}")
     if coverage.padding:
         padded = [f"{path} ({num_bytes:,} bytes)" for path, num_bytes in coverage.padding]
         lines.append(f"padding left as it is: {shown(padded, 3)}")

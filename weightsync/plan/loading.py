@@ -17,7 +17,7 @@ import functools
 import inspect
 import itertools
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -37,25 +37,23 @@ class Loader:
     Attributes:
         path: Path of the module whose `load_weights` is used; "" for the model itself.
         is_default: Whether no module has a `load_weights`, so that names are parameter paths.
-        mapping: Wire names that have to be given to the loader under another name.
-        bare: Wire names that are loaded while wrapper components are left out of `named_parameters`.
+        mapping: Wire names that have to be given to the loader under another name. A name that is mapped to itself is
+            loaded while wrapper components are left out of `named_parameters`.
     """
 
-    def __init__(
-        self, model: torch.nn.Module, mapping: Mapping[str, str] | None = None, bare: Collection[str] = ()
-    ) -> None:
+    def __init__(self, model: torch.nn.Module, mapping: Mapping[str, str] | None = None) -> None:
         self.path, self.module, own = _find(model)
         self.is_default = own is None
         self._load: Callable[[Weights], Any] = own or functools.partial(load_by_name, model)
         self.mapping = dict(mapping or {})
-        self.bare = frozenset(bare)
+        self._bare = frozenset(name for name, given in self.mapping.items() if name == given)
 
     def __call__(self, weights: Weights) -> None:
         """Loads `weights` in order, each under its mapped name, drawing them one at a time."""
-        if not self.bare:
+        if not self._bare:
             self._load((self.mapping.get(name, name), tensor) for name, tensor in weights)
             return
-        for is_bare, group in itertools.groupby(weights, key=lambda pair: pair[0] in self.bare):
+        for is_bare, group in itertools.groupby(weights, key=lambda pair: pair[0] in self._bare):
             with bare_names(self.module) if is_bare else contextlib.nullcontext():
                 self._load((self.mapping.get(name, name), tensor) for name, tensor in group)
 

@@ -58,8 +58,8 @@ class ReloadPlan:
         module_reasons: The same modules -> why.
         mode: Of the session.
         scope: "full": everything loadable has to be written. "partial": only what is named changes.
-        mapping: Wire name -> name to give to the loader, where a wrapper (LoRA, torch.compile) made them differ.
-        bare: Wire names that land only while `named_parameters` leaves wrapper components out.
+        mapping: Wire name -> name to give to the loader, where a wrapper (LoRA, torch.compile) made them differ. A name
+            that is mapped to itself lands while `named_parameters` leaves wrapper components out; `Loader` sees to it.
         live_reads: Paths of live tensors whose values decided where something goes, such as expert maps.
         notes: What else a reader should know.
     """
@@ -73,7 +73,6 @@ class ReloadPlan:
     mode: Mode
     scope: Scope
     mapping: Mapping[str, str] = field(default_factory=dict)
-    bare: tuple[str, ...] = ()
     live_reads: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -108,7 +107,7 @@ class ReloadPlan:
 
     def loader(self, model: torch.nn.Module) -> Loader:
         """The model's loader, with this plan's mapping of names: what interpreted names have to be given to."""
-        return Loader(model, self.mapping, self.bare)
+        return Loader(model, self.mapping)
 
     def load(self, model: torch.nn.Module, weights: Weights) -> None:
         """Runs the model's loaders on `weights` without gradients, under the names that they know."""
@@ -122,12 +121,9 @@ class ReloadPlan:
         for d in self.destinations:
             numel = d.loadable_numel
             digest.update(f"{d.path} {d.dtype} {d.shape} {d.region.strides} {numel} {d.aliases}\n".encode())
-        bare = frozenset(self.bare)
         for plan in self.names.values():
             paths = [self.destinations[index].path for index in plan.destinations]
-            digest.update(
-                f"{plan.name} {plan.treatment} {self.mapping.get(plan.name)} {plan.name in bare} {paths}\n".encode()
-            )
+            digest.update(f"{plan.name} {plan.treatment} {self.mapping.get(plan.name)} {paths}\n".encode())
             for write in plan.writes:
                 base = self.destinations[write.destination].region.offset
                 dest, source = write.dest, write.source
@@ -251,7 +247,6 @@ def _plan_from(
         mode=mode,
         scope=scope,
         mapping=recording.mapping,
-        bare=recording.bare,
         live_reads=recording.live_reads,
         notes=recording.notes,
     )

@@ -45,8 +45,8 @@ class Recording:
         names: What happens to each name; names that failed are not in it.
         refusals: Per name, why its shape, dtype or loader cannot be accepted.
         unexpected: Per name, why no destination takes it.
-        mapping: Wire name -> name that was given to the loader, where a wrapper made them differ.
-        bare: Names that land only while `named_parameters` leaves wrapper components out.
+        mapping: Wire name -> name that was given to the loader, where a wrapper made them differ; a name that landed
+            with bare parameter names is mapped to itself.
         live_reads: Paths of live tensors whose values the loader looked at: if they change, the plan is void.
         notes: What else a reader of the plan should know.
         unreached: Names that were not examined, since the loader failed too often before it got to them.
@@ -58,7 +58,6 @@ class Recording:
     refusals: dict[str, list[str]] = field(default_factory=dict)
     unexpected: dict[str, str] = field(default_factory=dict)
     mapping: dict[str, str] = field(default_factory=dict)
-    bare: tuple[str, ...] = ()
     live_reads: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     unreached: tuple[str, ...] = ()
@@ -196,7 +195,7 @@ def _conclude(run: Examination, held: frozenset[str]) -> Recording:
             where = ledger.destinations[index].path
             reason = f"its loader looks at the live value of {where}, which this load writes"
             ledger.value_reads.setdefault(reader, reason)
-    together = _joint(ledger.claims)
+    together = _joint(ledger.claims, run.entries)
     names: dict[str, NamePlan] = {}
     unexpected: dict[str, str] = {}
     for name in run.entries:
@@ -221,7 +220,6 @@ def _conclude(run: Examination, held: frozenset[str]) -> Recording:
             unexpected[name] = "load_weights wrote nothing from it"
     return Recording(
         tuple(ledger.destinations), tuple(ledger.claims), names, dict(ledger.refusals), unexpected, run.mapping,
-        tuple(sorted(run.bare)),
         tuple(sorted({ledger.destinations[index].path for _, index in ledger.live_reads if index not in written_at})),
         _notes(ledger), unreached,
     )  # fmt: skip
@@ -253,15 +251,16 @@ def _refuse_dependent(ledger: Ledger) -> None:
             )
 
 
-def _joint(claims: Sequence[Claim]) -> dict[str, tuple[str, ...]]:
-    """Names that one value is computed from, closed over shared names."""
+def _joint(claims: Sequence[Claim], wire_order: Iterable[str]) -> dict[str, tuple[str, ...]]:
+    """Names that one value is computed from, closed over shared names, in wire order."""
     groups: dict[str, set[str]] = {}
     for claim in claims:
         if len(claim.names) > 1:
             merged = set(claim.names).union(*(groups.get(name, ()) for name in claim.names))
             for name in merged:
                 groups[name] = merged
-    return {name: tuple(sorted(group)) for name, group in groups.items()}
+    place = {name: index for index, name in enumerate(wire_order)} if groups else {}
+    return {name: tuple(sorted(group, key=place.__getitem__)) for name, group in groups.items()}
 
 
 def _plan_of(

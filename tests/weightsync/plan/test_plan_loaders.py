@@ -402,10 +402,10 @@ def test_names_that_one_value_needs_go_together():
                     self.kv.data.copy_(torch.cat([parts["k"], parts["v"]]))
                     parts = {}
 
-    weights = [("k", wire_tensor((2, 3))), ("v", wire_tensor((2, 3), seed=2))]
+    weights = [("v", wire_tensor((2, 3))), ("k", wire_tensor((2, 3), seed=2))]
     plan = assert_replays(lambda: Collects({"kv": zeros(4, 3)}), weights)
-    assert treatments(plan) == {"k": "opaque", "v": "opaque"}
-    assert plan.names["k"].together == plan.names["v"].together == ("k", "v")
+    assert treatments(plan) == {"v": "opaque", "k": "opaque"}
+    assert plan.names["k"].together == plan.names["v"].together == ("v", "k")  # in wire order
 
 
 def test_copies_that_wait_for_each_other_are_still_copies():

@@ -127,6 +127,12 @@ def test_the_mapping_is_recorded_for_the_names_that_needed_it():
     assert "mapped through wrappers" in plan.explain()
 
 
+def test_a_name_that_lands_with_bare_parameter_names_is_mapped_to_itself():
+    plan = plan_for(ByName(wrap_experts), checkpoint())
+    assert plan.mapping == {name: name for name, _ in checkpoint() if "experts" in name}
+    assert "without wrapper components" in plan.explain()
+
+
 def test_an_interpreted_name_is_given_to_the_loader_under_its_mapped_name():
     class Scales(ByName):
         def load_weights(self, weights):
