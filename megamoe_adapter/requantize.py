@@ -218,6 +218,8 @@ class StagedShards:
     def table(self) -> torch.Tensor:
         """int32 (shards,) on the weight's device: slot, or 2 * slot + half."""
         indices = [slot if half is None else 2 * slot + half for slot, half in self.shards]
+        if indices == list(range(len(indices))):  # a full update: no transfer from the host
+            return torch.arange(len(indices), dtype=torch.int32, device=self.weight.device)
         return torch.tensor(indices, dtype=torch.int32, device=self.weight.device)
 
     @property

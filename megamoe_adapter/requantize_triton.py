@@ -118,7 +118,8 @@ def _decode(code, NATIVE: tl.constexpr):
         return code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
     bits = code.to(tl.int32)
     size = ((bits & 0x7F) << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2**120: the bias moves 7 -> 127
-    return tl.where((bits & 0x80) != 0, -size, size)
+    # The sign as a bit: some Triton releases negate by subtracting from zero, which loses the sign of zero.
+    return (size.to(tl.int32, bitcast=True) | ((bits & 0x80) << 24)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
