@@ -1,7 +1,7 @@
 """Requantising a layer of block-FP8 experts to MXFP8, in place in kernel layout, against one device copy of the bytes.
 
     python bench/requantize.py                      # on a GPU: 0.9 GiB of experts, GLM and DeepSeek-V3 widths
-    python bench/requantize.py --out run.jsonl      # also append one JSON line per row
+    python bench/requantize.py --out run.jsonl      # JSON lines go there instead of bench/results/requantize.jsonl
 
 Everything is measured in the same process, back to back as the layers of a model follow each other (host time between
 calls counts, what the GPU hides does not):
@@ -36,6 +36,7 @@ from megamoe_adapter.requantize import RoundingWarning, StagedShards, requantize
 
 E4M3 = torch.float8_e4m3fn
 CALLS = 5  # per timed round
+RESULTS = Path(__file__).parent / "results" / "requantize.jsonl"
 
 
 def make_layer(experts: int, hidden: int, intermediate: int, device: str) -> list[StagedShards]:
@@ -194,7 +195,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--gib", type=float, default=0.9, help="GiB of expert weights on a GPU")
     parser.add_argument("--repeat", type=int, default=7, help="timed rounds per row")
-    parser.add_argument("--out", type=Path, help="append JSON lines here")
+    parser.add_argument(
+        "--out", type=Path, help="append JSON lines here; without a GPU nothing is written unless given"
+    )
     options = parser.parse_args()
     warnings.simplefilter("ignore", RoundingWarning)
     torch.manual_seed(0)
@@ -215,8 +218,9 @@ def main() -> None:
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
         "command": f"python bench/requantize.py --gib {options.gib} --repeat {options.repeat}",
     }
-    if options.out is not None:
-        with options.out.open("a") as file:
+    out = options.out or (RESULTS if device == "cuda" else None)
+    if out is not None:
+        with out.open("a") as file:
             file.writelines(json.dumps(row | facts) + "\n" for row in rows)
 
 
