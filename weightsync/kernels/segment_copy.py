@@ -24,13 +24,12 @@ import numpy as np
 import torch
 
 from weightsync.errors import LayoutError, ReloadError, shown
-from weightsync.plan.segments import Ints, SegmentTable
+from weightsync.plan.segments import SHORT_RUN_BYTES, Ints, SegmentTable
 
 Backend = Literal["auto", "torch", "triton"]
 Storage = torch.Tensor | torch.UntypedStorage
 
 UNITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-SECTOR_BYTES = 32  # what a GPU moves at least; shorter runs are tiled squarely, so that both sides use whole sectors
 
 
 def storage_view(storage: Storage) -> torch.Tensor:
@@ -261,7 +260,7 @@ class _TritonCopies:
         self._kernel = kernel
         device = next(iter(storages.values())).device
         addresses = {key: view.data_ptr() for key, view in storages.items()}
-        steps = _tile_steps(table, kernel.TILE_BYTES)
+        steps = tile_steps(table, kernel.TILE_BYTES)
         base = np.array([addresses[key] for key in table.destination.tolist()], np.int64)
         columns = (
             table.source, table.source_offset, base + table.destination_offset, table.sizes, table.run,
@@ -284,8 +283,10 @@ class _TritonCopies:
     def bind_sources(self, sources: Sequence[torch.Tensor]) -> None:
         addresses = [source.data_ptr() for source in sources]
         if addresses != self._addresses:
-            # From pageable memory: the driver has taken the values when the call returns; nothing can overwrite them.
-            self._bases.copy_(torch.tensor(addresses, dtype=torch.int64))
+            # Pinned and not waited for: torch hands pinned memory out again only when the copy from it is done, and the
+            # host need not wait for the launches before it.
+            on_gpu = self._bases.device.type == "cuda"
+            self._bases.copy_(torch.tensor(addresses, dtype=torch.int64, pin_memory=on_gpu), non_blocking=on_gpu)
             self._addresses = addresses
 
     def launch(self) -> None:
@@ -297,12 +298,15 @@ class _TritonCopies:
         """Keeps the addresses: `SegmentCopy` launches only for bound sources."""
 
 
-def _tile_steps(table: SegmentTable, tile_bytes: int) -> Ints:
-    """(R, 3) steps of one tile along the two strided dims and the run, at most `tile_bytes` bytes together."""
+def tile_steps(table: SegmentTable, tile_bytes: int) -> Ints:
+    """(R, 3) steps of one tile along the two strided dims and the run, at most `tile_bytes` bytes together.
+
+    Tiles of short runs are square, so that both sides use the whole of what a GPU moves at once.
+    """
     n1, n0, run = table.sizes[:, 0], table.sizes[:, 1], table.run
     budget = np.maximum(tile_bytes // run, 1)
     square = np.int64(1) << (np.log2(budget).astype(np.int64) // 2)
-    t0 = np.minimum(n0, np.where(run < SECTOR_BYTES, square, budget))
+    t0 = np.minimum(n0, np.where(run < SHORT_RUN_BYTES, square, budget))
     t1 = np.minimum(n1, budget // t0)
     t0 = np.minimum(n0, budget // t1)
     return np.column_stack([t1, t0, np.minimum(run, tile_bytes)])

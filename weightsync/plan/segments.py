@@ -17,6 +17,7 @@ strides are bytes. Equal shapes share one pattern, so that 18,432 expert tensors
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,7 +36,9 @@ if TYPE_CHECKING:
 Ints = npt.NDArray[np.int64]
 Dim = tuple[int, int, int]  # size, source stride, destination stride
 
-NUM_OUTER_DIMS = 2  # strided dims of one row; the smaller dims of a write that has more become rows of their own
+NUM_OUTER_DIMS = 2  # strided dims of one row; the other dims of a write that has more become rows of their own
+SHORT_RUN_BYTES = 32  # what a GPU moves at least; shorter runs are fast only beside their neighbours on both sides
+MAX_ROWS_FOR_LOCALITY = 4096  # rows that one write may become to keep those neighbours together
 
 
 class Pattern(NamedTuple):
@@ -306,14 +309,31 @@ def _cut_dims(
         yield from _cut_dims(inner, run, source + index * step, destination + index * destination_step, start, stop)
 
 
+def _kept_dims(pattern: Pattern) -> list[int]:
+    """The dims that stay strided, in order: the largest, which makes the fewest rows.
+
+    Short runs keep the dims whose steps are smallest in the source and in the destination instead, unless that makes
+    too many rows: a tile then covers whole lines of memory on both sides, as in a blocked transpose.
+    """
+    dims = pattern.dims
+    by_size = sorted(range(len(dims)), key=lambda d: -dims[d][0])
+    kept = by_size[:NUM_OUTER_DIMS]
+    if len(dims) > NUM_OUTER_DIMS and pattern.run < SHORT_RUN_BYTES:
+        nearest = [min(range(len(dims)), key=lambda d: dims[d][side] or pattern.source_extent) for side in (1, 2)]
+        near = list(dict.fromkeys(nearest + by_size))[:NUM_OUTER_DIMS]
+        if math.prod(size for d, (size, _, _) in enumerate(dims) if d not in near) <= MAX_ROWS_FOR_LOCALITY:
+            kept = near
+    return sorted(kept)
+
+
 def _assemble(names: tuple[str, ...], num_sources: int, rows: Mapping[Pattern, list[int]]) -> SegmentTable:
-    """Stacks the rows of all patterns, with the smaller dims of patterns that have too many written out."""
+    """Stacks the rows of all patterns, with the dims that do not stay strided written out as rows."""
     offsets: list[Ints] = [np.empty((0, 5), np.int64)]  # name, source, source offset, destination, destination offset
     shapes: list[Ints] = [np.empty((0, 7), np.int64)]  # sizes x2, run, source strides x2, destination strides x2
     for pattern, flat in rows.items():
         if not pattern.run:
             continue
-        kept = sorted(sorted(range(len(pattern.dims)), key=lambda d: -pattern.dims[d][0])[:NUM_OUTER_DIMS])
+        kept = _kept_dims(pattern)
         base = np.array(flat, np.int64).reshape(-1, 5)
         for number, (size, source, destination) in enumerate(pattern.dims):
             if number not in kept:

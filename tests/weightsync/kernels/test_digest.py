@@ -77,10 +77,18 @@ def test_many_give_what_each_gives_alone():
 
 @pytest.mark.parametrize("limit", [1, BLOCK_BYTES, 3 * BLOCK_BYTES])
 def test_pieces_of_any_size_give_the_same_value(monkeypatch, limit):
-    samples = [*digest_samples(), random_bytes(40 * BLOCK_BYTES, 5).view(80, -1)[:, 1::3], random_bytes(999, 6)[::2]]
-    expected = digest_many(samples)
+    data = random_bytes(40 * BLOCK_BYTES, 5)
+    by_slice = [data.view(slices, 8, -1).transpose(1, 2) for slices in (10, 40, 80, 320)]  # 4, 1, 1/2, 1/8 blocks each
+    samples = [*digest_samples(), *by_slice, data.view(80, -1)[:, 1::3], random_bytes(999, 6)[::2]]
+    expected = [digest(sample.contiguous()) for sample in samples]
     monkeypatch.setattr(digest_module, "MAX_STAGED_BYTES", max(limit, BLOCK_BYTES))
     assert digest_many(samples) == expected
+
+
+def test_ends_of_many_tensors_share_an_operation_without_mixing():
+    sizes = [BLOCK_BYTES - 1] * 70 + [1, 5, BLOCK_BYTES + 3, 0, 100] * 40
+    tensors = [random_bytes(size, number) for number, size in enumerate(sizes)]
+    assert digest_many(tensors) == [digest(tensor) for tensor in tensors]
 
 
 @settings(max_examples=60, deadline=None)

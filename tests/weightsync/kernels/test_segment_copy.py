@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kernel_checks import check_random_plan, random_bytes
 
 from weightsync.errors import LayoutError, ReloadError
-from weightsync.kernels.segment_copy import SegmentCopy, choose_backend, storage_view
+from weightsync.kernels.segment_copy import SegmentCopy, choose_backend, storage_view, tile_steps
 from weightsync.plan.regions import Region
 from weightsync.plan.replay import Replay
 from weightsync.plan.segments import compile_segments
@@ -86,6 +86,18 @@ def test_an_empty_table_needs_no_storage_and_copies_nothing():
     copy = SegmentCopy(compile_segments([], [[]]), {})
     copy.run([torch.zeros(0, dtype=torch.uint8)])
     assert (copy.device, copy.table_bytes) == (None, 0)
+
+
+@pytest.mark.parametrize(
+    ("shape", "run"),
+    [((1, 1), 1 << 20), ((1, 128), 16384), ((300, 200), 2), ((4096, 4096), 1), ((7, 5), 3000), ((1, 9000), 24)],
+)
+def test_tiles_are_full_but_never_larger_than_a_program_should_copy(shape, run):
+    wire = torch.empty_strided((*shape, run), (3 * shape[1] * run, 3 * run, 1), dtype=torch.uint8, device="meta")
+    live = torch.empty_strided((*shape, run), (2 * run, 2 * run * shape[0], 1), dtype=torch.uint8, device="meta")
+    steps = tile_steps(compile_segments([Write("w", 0, Region.of(live), Region.of(wire))]), 32768)
+    (tile_bytes,) = steps.prod(axis=1)
+    assert min(32768, shape[0] * shape[1] * run) / 4 <= tile_bytes <= 32768
 
 
 def test_the_backend_follows_the_device():

@@ -96,11 +96,30 @@ def test_a_permuted_tensor_that_is_cut_stays_a_handful_of_rows():
 
 
 def test_dims_beyond_two_become_rows_of_the_smaller_ones():
-    wire = torch.zeros(3, 5, 2, 7, dtype=torch.int16)
-    live = torch.zeros(7, 2, 5, 3, dtype=torch.int16)
-    table = compile_segments([Write("w", 0, Region.of(live), Region.of(wire.permute(3, 2, 1, 0)))])
+    wire = torch.zeros(3, 5, 2, 7, 16, dtype=torch.int16)
+    live = torch.zeros(7, 2, 5, 3, 16, dtype=torch.int16)
+    table = compile_segments([Write("w", 0, Region.of(live), Region.of(wire.permute(3, 2, 1, 0, 4)))])
     assert len(table) == 6
     assert table.num_bytes == wire.nbytes
+
+
+def test_short_runs_keep_the_dims_that_are_neighbours_in_memory():
+    """Packed scales, MN-major per expert: a row per expert, each a transpose."""
+    wire = torch.zeros(40, 64, 5, dtype=torch.int32)
+    live = torch.empty_strided((40, 64, 5), (64 * 5, 1, 64), dtype=torch.int32)
+    table = compile_segments([Write("w", 0, Region.of(live), Region.of(wire))])
+    assert len(table) == 40
+    assert table.sizes[0].tolist() == [5, 64]
+    assert table.source_strides[0].tolist() == [4, 20]
+    assert table.destination_strides[0].tolist() == [256, 4]
+
+
+def test_locality_never_costs_more_rows_than_allowed():
+    shape = (65, 2, 65, 2, 65)  # the neighbours in memory are the dims of size 2
+    wire = torch.empty_strided(shape, (16900, 2, 260, 1, 4), dtype=torch.int8, device="meta")
+    live = torch.empty_strided(shape, (16900, 1, 260, 2, 4), dtype=torch.int8, device="meta")
+    table = compile_segments([Write("w", 0, Region.of(live), Region.of(wire))])
+    assert len(table) <= 65 * 4
 
 
 def test_an_empty_tensor_leaves_no_row():
