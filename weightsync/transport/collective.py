@@ -177,6 +177,8 @@ class CollectiveSender(Sender):
             raise TransportError("the group is not connected; every start call with a new offer needs connect()")
         group, feed = self._group, self._feeds[target]
         plan = self._schedule(target, feed, names)
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()  # a step may still be writing, on whatever stream
         nonce = secrets.token_bytes(8)
         pending = post({"nonce": nonce.hex()}, plan.told, len(plan.steps) + 1)
         under_way: dict[tuple[int, int], Work] = {}

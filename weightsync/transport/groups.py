@@ -177,8 +177,10 @@ class NcclGroup(Group):
             if time.monotonic() > end:
                 raise TransportTimeout(f"an NCCL operation did not end in {self._deadline_seconds:g} s: a peer is gone")
             time.sleep(self._POLL_SECONDS)
-        if not work.is_success():
-            raise PeerFailed(f"an NCCL operation failed: {work.exception()}")
+        try:
+            work.wait()  # done already: says whether it failed
+        except RuntimeError as error:
+            raise mapped_error(error, self._deadline_seconds) from error
 
     def close(self) -> None:
         """See `Group.close`. Aborting frees the communicator and ends its kernels."""

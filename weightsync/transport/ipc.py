@@ -100,7 +100,8 @@ class IpcExporter(Exporter):
     def handle(self, allocation: Hashable) -> tuple[Json, int]:
         """See `Exporter.handle`."""
         segment = _segment(allocation)
-        handle = self._driver.export_handle(segment.base)
+        with torch.cuda.device(self._device):
+            handle = self._driver.export_handle(segment.base)
         return {
             "handle": base64.b64encode(handle).decode("ascii"),
             "device_uuid": self._uuid,
@@ -124,10 +125,11 @@ class IpcExporter(Exporter):
     def forget(self) -> None:
         """See `Exporter.forget`."""
         self._segments.clear()
+        torch.cuda.synchronize(self._device)  # makes the device's context current on this thread, for the driver
 
     def close(self) -> None:
         """See `Exporter.close`."""
-        self.forget()
+        self._segments.clear()
         self._staged.clear()
 
 
@@ -175,7 +177,7 @@ class IpcMapper(Mapper):
         if len(raw) != HANDLE_BYTES:
             raise ProtocolError(f"an IPC handle has {HANDLE_BYTES} bytes, got {len(raw)}")
         with torch.cuda.device(self._device):
-            torch.cuda.current_stream()  # makes the primary context current on this thread
+            torch.cuda.synchronize()  # makes the device's context current on this thread, for the driver
             address = self._driver.open_handle(raw)
             base, mapped_bytes = self._driver.address_range(address)
             if (base, mapped_bytes) != (address, num_bytes):
@@ -185,8 +187,9 @@ class IpcMapper(Mapper):
 
     def release(self, buffer: torch.Tensor) -> None:
         """See `Mapper.release`. Waits for this device first: a kernel may still read the mapping."""
-        torch.cuda.synchronize(self._device)
-        self._driver.close_handle(buffer.data_ptr())
+        with torch.cuda.device(self._device):
+            torch.cuda.synchronize()
+            self._driver.close_handle(buffer.data_ptr())
 
 
 def ipc_sender(feeds: Mapping[str, Feed], bucket_bytes: int, device: torch.device) -> MappedSender:

@@ -316,7 +316,8 @@ class Receiver:
             for bucket, buffer in session.link.receive(update.target, update.names, update.data, own):
                 if self._cancelled is not None:
                     raise ReloadError(f"the update was aborted: {self._cancelled}")
-                push.load(update.target, bucket, buffer)
+                # gloo receives in host memory; one bucket at a time goes over to the GPU
+                push.load(update.target, bucket, buffer.to(self.device))
             if self.device.type == "cuda":
                 torch.cuda.current_stream(self.device).synchronize()  # the trainer may overwrite once this is answered
             return {"bytes": push.bytes_loaded - before}
