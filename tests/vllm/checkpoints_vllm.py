@@ -3,7 +3,7 @@
 Sizes are the smallest that vLLM's CPU kernels take: heads of 32, for multi-head latent attention a latent of 512 and
 64 rotary dims. Values are large enough that two checkpoints generate different tokens.
 
-`llama_int8` is quantised (INT8 weights with a scale per channel, activations per token): a form that vLLM runs on a CPU.
+`llama_int8` is quantised (INT8 weights, a scale per channel, activations per token): a form that vLLM runs on a CPU.
 
     path = make_checkpoint("glm4_moe", "a", folder)      # a folder with config.json and model.safetensors
 """
