@@ -132,7 +132,7 @@ def _count(cluster: list[tuple[Region, Claim]]) -> _Extent:
     if len(cluster) == 1 and len(cluster[0][0].shape) == 1:
         return _Extent(start, end, end - start, (), None)
     distinct = list({(region, claim.names): (region, claim) for region, claim in cluster}.values())
-    tally = Tally.of([region for region, _ in distinct])
+    tally = Tally.of_flat([region for region, _ in distinct])
     num_bytes = int(np.count_nonzero(tally.counts)) * tally.granule
     return _Extent(start, end, num_bytes, _duplicated(distinct, tally), tally)
 
@@ -141,7 +141,7 @@ def _duplicated(claims: list[tuple[Region, Claim]], tally: Tally) -> tuple[str, 
     """Names whose bytes somebody else, who shares no name with them, writes too."""
     if not (tally.counts > 1).any():
         return ()
-    busy = [(region, claim) for region, claim in claims if (tally.view(region) > 1).any()]
+    busy = [(region, claim) for region, claim in claims if (tally.view_flat(region) > 1).any()]
     names: dict[str, None] = {}
     for position, (region, claim) in enumerate(busy):
         for other_region, other in busy[:position]:
@@ -153,7 +153,7 @@ def _duplicated(claims: list[tuple[Region, Claim]], tally: Tally) -> tuple[str, 
 def _meet(left: Region, right: Region) -> bool:
     if span_end(left) <= right.offset or span_end(right) <= left.offset:
         return False
-    return bool((Tally.of([left, right]).counts > 1).any())
+    return bool((Tally.of_flat([left, right]).counts > 1).any())
 
 
 @dataclass(frozen=True, slots=True)

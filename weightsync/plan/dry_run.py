@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from weightsync.errors import LayoutError
 from weightsync.plan.ledger import NO_LIVE, NO_NAMES, Ledger, Names, squeezed
 from weightsync.plan.operators import Operator, describe, map_tensors, tensors_in
 from weightsync.plan.regions import Region
@@ -63,9 +64,11 @@ class DispatchMode(TorchDispatchMode):
         for tensor in inputs:
             more_names, more_live = ledger.read(tensor)
             names, live = names | more_names, live | more_live
-        on_meta = bool(names) or any(tensor.is_meta and ledger.of(tensor) is not None for tensor in inputs)
-        if operator.is_like and not on_meta:
-            return func(*args, **kwargs)
+        on_meta = bool(names) or any(tensor.is_meta for tensor in inputs)
+        if operator.is_like:
+            live = NO_LIVE
+            if not on_meta:
+                return func(*args, **kwargs)
         if operator.reads_value:
             return self._read_value(func, operator, args, kwargs, names, live)
         if written:
@@ -122,12 +125,14 @@ class DispatchMode(TorchDispatchMode):
         return self._on_placeholders(func, operator, args, kwargs, names)
 
     def _on_placeholders(self, func: Any, operator: Operator, args: Any, kwargs: Any, names: Names) -> Any:
+        if not names and self.ledger.current is None:
+            raise LayoutError("load_weights looks at a staged tensor's value outside of any weight; it has none yet")
         self.ledger.needs_values(names, f"its loader depends on values ({operator.name.strip('_')})")
         fill = self.ledger.placeholder
 
         def stand_in(tensor: torch.Tensor) -> torch.Tensor:
             known = not tensor.is_meta and not self.ledger.read(tensor)[0]
-            return tensor if known else torch.full(tensor.shape, fill, dtype=tensor.dtype, device="cpu")
+            return tensor.cpu() if known else torch.full(tensor.shape, fill, dtype=tensor.dtype, device="cpu")
 
         kwargs = {key: torch.device("cpu") if key == "device" else map_tensors(kwargs[key], stand_in) for key in kwargs}
         return map_tensors(func(*(map_tensors(value, stand_in) for value in args), **kwargs), _as_meta)

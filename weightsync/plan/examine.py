@@ -54,6 +54,10 @@ class Examination:
         self._load(list(self.entries), max_errors=NUM_ERRORS if not self._wrapped else NUM_ERRORS_AS_IS)
         if self._wrapped:
             self._retry_through_wrappers()
+        self._retry_values()
+
+    def _retry_values(self) -> None:
+        """The other side of branches on values."""
         values = [name for name in self.ledger.value_reads if name in self.entries]
         self.ledger.placeholder = 1
         for is_bare in (False, True):

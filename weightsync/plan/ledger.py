@@ -122,7 +122,7 @@ class Ledger:
             return NO_NAMES, NO_LIVE
         if not holding.destinations:
             return holding.names, holding.live
-        region = Region.of(tensor)
+        region = squeezed(Region.of(tensor))
         index = self._destination_at(holding.destinations, region)
         names: Names = NO_NAMES
         earlier: list[Region] = []

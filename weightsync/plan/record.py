@@ -220,7 +220,7 @@ def _conclude(run: Examination, held: frozenset[str]) -> Recording:
             unexpected[name] = "load_weights wrote nothing from it"
     return Recording(
         tuple(ledger.destinations), tuple(ledger.claims), names, dict(ledger.refusals), unexpected, run.mapping,
-        tuple(sorted({ledger.destinations[index].path for _, index in ledger.live_reads if index not in written_at})),
+        tuple(sorted({ledger.destinations[i].path for who, i in ledger.live_reads if not who or i not in written_at})),
         _notes(ledger), unreached,
     )  # fmt: skip
 

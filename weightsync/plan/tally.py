@@ -37,23 +37,30 @@ class Tally:
     @classmethod
     def of(cls, regions: Sequence[Region]) -> Tally:
         """Counts `regions`, each of which has to have bytes."""
-        flat = [region.coalesced() for region in regions]
+        return cls.of_flat([region.coalesced() for region in regions])
+
+    @classmethod
+    def of_flat(cls, flat: Sequence[Region]) -> Tally:
+        """Counts regions that are coalesced already."""
         start = min(region.offset for region in flat)
         end = max(span_end(region) for region in flat)
         granule = math.gcd(*(number for region in flat for number in (region.offset - start, *_pitches(region))))
         tally = cls(start, granule, np.zeros((end - start) // granule, np.int32))
         for region in flat:
-            tally.view(region)[...] += 1
+            tally.view_flat(region)[...] += 1
         return tally
 
     def view(self, region: Region) -> npt.NDArray[np.int32]:
         """The counts of one of the regions that the tally was made of, as a writable view."""
-        flat = region.coalesced()
+        return self.view_flat(region.coalesced())
+
+    def view_flat(self, flat: Region) -> npt.NDArray[np.int32]:
+        """`view` of a region that is coalesced already."""
         *outer, run = flat.shape
         shape = (*outer, run // self.granule)
         strides = tuple(stride // self.granule * self.counts.itemsize for stride in flat.strides[:-1])
         first = self.counts[(flat.offset - self.start) // self.granule :]
-        return np.lib.stride_tricks.as_strided(first, shape, (*strides, self.counts.itemsize))
+        return np.ndarray(shape, np.int32, first, 0, (*strides, self.counts.itemsize))
 
 
 def span_end(region: Region) -> int:

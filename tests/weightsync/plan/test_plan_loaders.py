@@ -7,6 +7,11 @@ import torch
 from planning_toys import assert_replays, plan_for, treatments, wire_tensor
 from torch import nn
 
+from weightsync.errors import LayoutError
+from weightsync.manifest import Manifest
+from weightsync.plan.plan import plan_reload
+from weightsync.reload.layouts import record_layouts
+
 FP8 = torch.float8_e4m3fn
 
 
@@ -499,3 +504,86 @@ def test_views_of_one_flat_buffer_are_separate_destinations():
     storages = {d.path: d.storage for d in plan.destinations}
     assert storages["a"] == storages["b"]
     assert [plan.destinations[plan.names[n].destinations[0]].path for n in "ab"] == ["a", "b"]
+
+
+class Repacked(Toy):
+    """Its hook transposes `w`, so its loaders' layout is gone from the live tensors."""
+
+    def process_weights_after_loading(self):
+        self.w.data = self.w.data.t().contiguous()
+
+
+def test_a_staged_module_is_planned_in_the_layout_that_its_loaders_know():
+    model = Repacked({"w": zeros(4, 6)}, {"x": into("w", lambda p: p[:2]), "y": into("w", lambda p: p[2:])})
+    record_layouts(model)
+    model.process_weights_after_loading()
+    weights = [("x", wire_tensor((2, 6))), ("y", wire_tensor((2, 6)))]
+    plan = plan_for(model, weights)
+    assert treatments(plan) == {"x": "copy", "y": "copy"}
+    assert plan.modules == {"": "layerwise"}
+    assert plan.destinations[0].shape == (4, 6)
+    assert model.w.shape == (6, 4)
+    assert "layerwise: 1 modules, since" in plan.explain()
+
+
+STAGED = {
+    "scratch": (lambda m, t: m.w.data.copy_(torch.empty_like(m.w).copy_(t)), "opaque"),
+    "blend with a scratch": (lambda m, t: m.w.data.copy_(torch.zeros_like(m.w) + t), "opaque"),
+    "twice": (lambda m, t: (m.w.data.copy_(t), m.w.data.mul_(2)), "opaque"),
+    "live value": (lambda m, t: m.w.data.copy_(t) if m.w.data[0, 0] != 5 else None, "value_dependent"),
+}
+
+
+@pytest.mark.parametrize("case", STAGED)
+def test_a_staged_module_has_no_values(case):
+    rule, treatment = STAGED[case]
+    model = Repacked({"w": zeros(4, 6)}, {"w": rule})
+    record_layouts(model)
+    model.process_weights_after_loading()
+    assert treatments(plan_for(model, [("w", wire_tensor((4, 6)))])) == {"w": treatment}
+
+
+def test_a_staged_value_cannot_be_looked_at_before_the_first_weight():
+    class Looks(Repacked):
+        def load_weights(self, weights):
+            if self.w.data[0, 0] == 0:
+                super().load_weights(weights)
+
+    model = Looks({"w": zeros(4, 6)})
+    record_layouts(model)
+    model.process_weights_after_loading()
+    with pytest.raises(LayoutError, match="staged tensor's value outside of any weight"):
+        plan_reload(model, Manifest.from_tensors([("w", wire_tensor((4, 6)))]))
+
+
+def test_a_weight_that_is_looked_at_before_the_first_one_is_part_of_what_the_plan_depends_on():
+    class Looks(Toy):
+        def load_weights(self, weights):
+            half = slice(0, 2) if self.w.data[0, 0] == 0 else slice(2, 4)
+            for _, tensor in weights:
+                self.w.data[half].copy_(tensor)
+
+    model = Looks({"w": zeros(4, 2)})
+    weights = [("x", wire_tensor((2, 2)))]
+    first = plan_for(model, weights, scope="partial")
+    assert first.live_reads == ("w",)
+    with torch.no_grad():
+        model.w.fill_(1.0)
+    second = plan_for(model, weights, scope="partial")
+    assert (first.writes[0].dest.offset, second.writes[0].dest.offset) == (0, 16)
+
+
+@pytest.mark.gpu
+def test_tensors_on_a_gpu_are_planned_without_moving_a_byte():
+    rules = {
+        "moved": lambda m, t: m.a.data.copy_(t.to(m.a.device)),
+        "cuda": lambda m, t: m.b.data.copy_(t.cuda(non_blocking=True)),
+        "value": lambda m, t: m.c.data.copy_(t) if not torch.equal(m.c.data, t) else None,
+        "scaled": lambda m, t: m.d.data.copy_(t * m.table[0]),
+        "rows": lambda m, t: m.e.data.__setitem__(torch.tensor([2, 0, 1], device="cuda"), t),
+    }
+    model = Toy({name: zeros(3, 2) for name in "abcde"}, rules, {"table": torch.full((2,), 2.0)}).cuda()
+    plan = plan_for(model, [(name, wire_tensor((3, 2))) for name in rules])
+    assert treatments(plan) == {
+        "moved": "copy", "cuda": "copy", "value": "value_dependent", "scaled": "opaque", "rows": "copy",
+    }  # fmt: skip
