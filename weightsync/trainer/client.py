@@ -10,35 +10,29 @@
     report = client.finish()
     client.close()
 
-Several engines, or the ranks of one, are a list of URLs or `Receiver` objects; they get the same version or none does. After any failure the
-push is aborted everywhere, the connection is torn down on both sides, and the next push starts with a handshake.
+Several engines, or the ranks of one, are a list of URLs or `Receiver` objects; they get the same version or none
+does. After any failure the push is aborted everywhere, the connection is torn down on both sides, and the next push
+starts with a handshake.
 """
 
 from __future__ import annotations
 
-import json
-import os
 import secrets
-import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass, field
 from types import TracebackType
-from urllib.parse import urlsplit
 
 import torch
 from torch import nn
 
 from weightsync import control
-from weightsync.control import Abort, Accept, Endpoint, Facts, Hello, Json, Start, TargetAccept, Update
-from weightsync.errors import CoverageError, ManifestError, ProtocolError, ReloadError, TransportError
-from weightsync.manifest import Manifest, ParamMeta
+from weightsync.control import Abort, Accept, Endpoint, Json, Start, Update
+from weightsync.errors import ProtocolError, ReloadError, TransportError
+from weightsync.trainer.handshake import Agreement, HandshakeOptions, shake_hands
 from weightsync.trainer.http import HttpEndpoint
 from weightsync.trainer.sources import ModuleSource, WeightSource
-from weightsync.transport.base import Feed, Sender
-from weightsync.transport.choose import DEFAULT_BUCKET_BYTES, choose, local_facts, make_sender
-from weightsync.transport.groups import local_address
 from weightsync.worker.group import EndpointGroup, in_thread, result_within
 
 Source = WeightSource | nn.Module
@@ -84,21 +78,6 @@ class PushReport:
     def gib_per_s(self) -> float:
         """GiB of tensors per second of the whole push."""
         return self.bytes / 2**30 / self.total_seconds if self.total_seconds else 0.0
-
-
-@dataclass
-class _Agreement:
-    """What a handshake gave; forgotten as a whole."""
-
-    session_id: str
-    metadata: dict[str, list[ParamMeta]]
-    accepts: list[Accept]
-    feeds: dict[str, Feed]
-    plans: list[dict[str, str]]
-    interpreted: dict[str, int]
-    sender: Sender
-    reason: str
-    generation: str = ""
 
 
 @dataclass
@@ -149,7 +128,8 @@ class TrainerClient:
         scope: `"full"`, or `"partial"` to push some of the model's tensors only.
         target: The engine's target that a single source feeds.
         bucket_bytes: Hard cap of a bucket; default 16 MiB from a CPU, 256 MiB from a GPU.
-        deadline_seconds: Longest silence of a peer: one bucket on a collective, one whole update where memory is mapped.
+        deadline_seconds: Longest silence of a peer: one bucket on a collective, one whole update where memory
+            is mapped.
         progress: Called with `(bytes_done, bytes_total)` as bytes leave.
         digests: Ask every rank for its digests after each push.
         formats: Scale and storage formats by name, compared with the engine's.
@@ -178,15 +158,21 @@ class TrainerClient:
         self._sources = {name: ModuleSource(s) if isinstance(s, nn.Module) else s for name, s in sources.items()}
         urls = [url] if isinstance(url, str) or not isinstance(url, Sequence) else list(url)
         self._owned = [HttpEndpoint(u) if isinstance(u, str) else u for u in urls]
-        self._remote = next((u for u in urls if isinstance(u, str)), None)
         self._group = EndpointGroup(self._owned)
-        self._transport, self._mode, self._scope = transport, mode, scope
-        self._bucket_bytes, self._deadline_seconds = bucket_bytes, deadline_seconds
+        self._deadline_seconds = deadline_seconds
         self._progress, self._digests = progress, digests
-        self._formats = dict(formats or {})
-        self._host = host
-        self._device = None if device is None else torch.device(device)
-        self._agreement: _Agreement | None = None
+        self._options = HandshakeOptions(
+            transport,
+            mode,
+            scope,
+            bucket_bytes,
+            deadline_seconds,
+            dict(formats or {}),
+            host,
+            None if device is None else torch.device(device),
+            next((u for u in urls if isinstance(u, str)), None),
+        )
+        self._agreement: Agreement | None = None
         self._push: _Push | None = None
 
     # ---- the push ------------------------------------------------------------------------------------------------
@@ -228,7 +214,7 @@ class TrainerClient:
             raise self._failed(error) from error.__cause__
         self._push.seconds["start"] = time.perf_counter() - shaken
 
-    def _start(self, agreement: _Agreement, version: int) -> None:
+    def _start(self, agreement: Agreement, version: int) -> None:
         generation, offer, own = agreement.sender.refresh()
         new = generation != agreement.generation
         per_rank = {
@@ -363,7 +349,7 @@ class TrainerClient:
             if isinstance(endpoint, HttpEndpoint):
                 endpoint.close()
 
-    def _open(self) -> tuple[_Push, _Agreement]:
+    def _open(self) -> tuple[_Push, Agreement]:
         if self._push is None or self._agreement is None:
             raise ReloadError("no push is open; call start first")
         return self._push, self._agreement
@@ -391,7 +377,7 @@ class TrainerClient:
 
     # ---- the handshake -------------------------------------------------------------------------------------------
 
-    def _agreed(self) -> _Agreement:
+    def _agreed(self) -> Agreement:
         metadata = {target: source.metadata for target, source in self._sources.items()}
         agreement = self._agreement
         if agreement is not None:
@@ -401,117 +387,11 @@ class TrainerClient:
             self._tear_down("the trainer's tensors changed")
         session_id = secrets.token_hex(8)
         try:
-            self._agreement = self._handshake(session_id, metadata)
+            self._agreement = shake_hands(self._group, self._sources, self._options, session_id)
         except BaseException as error:
             self._group.abort(Abort(session_id, f"the handshake failed: {error}"))
             raise
         return self._agreement
-
-    def _handshake(self, session_id: str, metadata: dict[str, list[ParamMeta]]) -> _Agreement:
-        manifests = {target: Manifest(tuple(rows)) for target, rows in metadata.items()}
-        device = self._device or self._device_of_sources()
-        facts = local_facts(device)
-        bucket_bytes = self._bucket_bytes or DEFAULT_BUCKET_BYTES[device.type]
-        hello = Hello(
-            protocol=control.PROTOCOL_VERSION,
-            session_id=session_id,
-            trainer=f"{socket.gethostname()}:{os.getpid()}",
-            targets={target: json.loads(manifest.to_json()) for target, manifest in manifests.items()},
-            mode=self._mode,
-            scope=self._scope,
-            bucket_bytes=bucket_bytes,
-            deadline_seconds=self._deadline_seconds,
-            formats=self._formats,
-            facts=control.encode(facts),
-        )
-        answer = self._group.call(control.INIT, {"init_info": control.encode(hello)}, self._deadline_seconds)
-        accepts = [control.decode(Accept, rank) for rank in answer["ranks"]]
-        check_accepts(hello, accepts)
-        targets = [{t: control.decode(TargetAccept, a.targets.get(t)) for t in manifests} for a in accepts]
-        owners = {t: owners_of(m, accepts, [row[t] for row in targets]) for t, m in manifests.items()}
-        name, reason = choose(self._transport, facts, [control.decode(Facts, a.facts) for a in accepts])
-        feeds = {
-            target: Feed(manifest, owners[target], len(accepts), source.iter_full, source.resident)
-            for (target, manifest), source in zip(manifests.items(), self._sources.values(), strict=True)
-        }
-        sender = make_sender(
-            name,
-            feeds,
-            bucket_bytes=bucket_bytes,
-            device=device,
-            engine_device=str(accepts[0].facts["device"]),
-            host=self._host or self._own_address(facts, accepts),
-            deadline_seconds=self._deadline_seconds,
-        )
-        plans = [{target: accept.plan_hash for target, accept in row.items()} for row in targets]
-        interpreted = {target: max(row[target].interpreted for row in targets) for target in manifests}
-        return _Agreement(session_id, metadata, accepts, feeds, plans, interpreted, sender, reason)
-
-    def _device_of_sources(self) -> torch.device:
-        for source in self._sources.values():
-            for tensor in (source.resident() or {}).values():
-                return tensor.device
-        return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_initialized() else torch.device("cpu")
-
-    def _own_address(self, facts: Facts, accepts: Sequence[Accept]) -> str:
-        if self._remote is None or all(accept.facts["host"] == facts.host for accept in accepts):
-            return "127.0.0.1"
-        return local_address(urlsplit(self._remote).hostname or "127.0.0.1")
-
-
-def check_accepts(hello: Hello, accepts: Sequence[Accept]) -> None:
-    """Compares every rank's answer with what was said, and the ranks with each other.
-
-    Raises:
-        ProtocolError: Another protocol, session or bucket size; a rank of an engine missing or there twice.
-        ManifestError: A rank read another manifest.
-    """
-    seen: dict[str, set[int]] = {}
-    for accept in accepts:
-        for name in ("protocol", "session_id", "bucket_bytes"):
-            said, heard = getattr(hello, name), getattr(accept, name)
-            if said != heard:
-                raise ProtocolError(f"rank {accept.key} answers {name} {heard!r}, the trainer said {said!r}")
-        for target, rows in hello.targets.items():
-            said, heard = Manifest.from_rows(rows).hash, accept.targets.get(target, {}).get("manifest_hash")
-            if said != heard:
-                raise ManifestError(
-                    f"target {target!r}: the trainer's manifest is {said}, rank {accept.key} read {heard}"
-                )
-        ranks = seen.setdefault(accept.engine, set())
-        if accept.rank in ranks:
-            raise ProtocolError(f"rank {accept.rank} of engine {accept.engine} answers twice; list each rank once")
-        ranks.add(accept.rank)
-    for accept in accepts:
-        missing = sorted(set(range(accept.world)) - seen[accept.engine])
-        if missing:
-            raise ProtocolError(
-                f"engine {accept.engine} has {accept.world} ranks, ranks {missing} are not among the endpoints; "
-                "a push has to reach all of them"
-            )
-
-
-def owners_of(
-    manifest: Manifest, accepts: Sequence[Accept], targets: Sequence[TargetAccept]
-) -> tuple[frozenset[int], ...]:
-    """Which receivers load each entry.
-
-    Raises:
-        CoverageError: No rank of some engine loads a name or ignores it on purpose.
-    """
-    size = len(manifest)
-    owners: list[set[int]] = [set() for _ in range(size)]
-    taken: dict[str, set[int]] = {accept.engine: set() for accept in accepts}
-    for index, (accept, target) in enumerate(zip(accepts, targets, strict=True)):
-        owned = control.from_ranges(target.owned, size)
-        for entry in owned:
-            owners[entry].add(index)
-        taken[accept.engine].update(owned, control.from_ranges(target.ignored, size))
-    for engine, entries in taken.items():
-        if len(entries) < size:
-            names = [entry.name for index, entry in enumerate(manifest) if index not in entries]
-            raise CoverageError(f"no rank of engine {engine} takes these names", unexpected=names)
-    return tuple(map(frozenset, owners))
 
 
 def _with_version(accept: Accept, version: int) -> Accept:

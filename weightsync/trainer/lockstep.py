@@ -1,8 +1,8 @@
 """A push from a trainer of several ranks, whose weights are gathered as they leave (FSDP, tensor parallel).
 
-Rank 0 talks to the engines. The others only take part in the gathers: they run the same passes over the source as rank 0
-does, no more and no fewer, also when the push fails in the middle. So a refused handshake, a dead engine or a full disk ends as the same
-error on every rank, and never as one rank waiting in a gather that the others have left.
+Rank 0 talks to the engines. The others only take part in the gathers: they run the same passes over the source as
+rank 0 does, no more and no fewer, also when the push fails in the middle. So a refused handshake, a dead engine or a
+full disk ends as the same error on every rank, and never as one rank waiting in a gather that the others have left.
 
     client = LockstepClient(ModuleSource(fsdp_model), url, group=None)     # on every rank; None: the default group
     report = client.push(version=7)                                        # the same report, or the same error, on all

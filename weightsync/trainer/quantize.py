@@ -1,7 +1,7 @@
 """Quantises on the trainer's side, as tensors leave: BF16 weights to block FP8.
 
-Block FP8 is what DeepSeek-V3 checkpoints hold: E4M3 with one float32 scale per 128x128 block, under the weight's name with
-`_scale_inv` behind it. Only one tensor is held at a time, so a trainer needs no second copy of its weights.
+Block FP8 is what DeepSeek-V3 checkpoints hold: E4M3 with one float32 scale per 128x128 block, under the weight's name
+with `_scale_inv` behind it. Only one tensor is held at a time, so a trainer needs no second copy of its weights.
 
     source = BlockFP8Source(ModuleSource(model), select=lambda name: ".experts." in name)
     TrainerClient(source, url).push()

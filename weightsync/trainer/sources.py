@@ -1,7 +1,7 @@
 """Where a trainer's weights come from: a live module, plain tensors, or a checkpoint on disk.
 
-A source declares every tensor (`metadata`) and yields them in that order (`iter_full`). One whose tensors all exist at once,
-in memory that lasts, also gives them by name (`resident`): then mapped transports read them where they lie.
+A source declares every tensor (`metadata`) and yields them in that order (`iter_full`). One whose tensors all exist
+at once, in memory that lasts, also gives them by name (`resident`): then mapped transports read them where they lie.
 
     source = ModuleSource(model)                                # parameters and persistent buffers, DTensors gathered
     source = CheckpointSource("/models/glm-4-moe")              # safetensors, one file or many with an index

@@ -1,4 +1,4 @@
-"""The one seam of the transports: how bytes get from a trainer's tensors into `(Bucket, uint8 buffer)` pairs on an engine rank.
+"""The one seam of the transports: how bytes get from a trainer's tensors into `(Bucket, buffer)` pairs on a rank.
 
     trainer: Sender                                     engine rank: Link
       refresh()  what do I offer now? ---- start ---->    connect(offer)
@@ -6,10 +6,10 @@
       send(...)  ------------------------ update ---->    receive(...) -> (Bucket, buffer), ...
       close()                                             close()
 
-Control calls carry JSON alone and are made by the client; a transport decides what they say and how many there are. There are two families.
-*Mapped* transports (memory, shared memory, CUDA IPC) offer memory once and the link reads it where it lies. *Collectives*
-(gloo, NCCL) move buckets through a process group of their own. A link gives the same `Bucket` objects in every push
-of an unchanged offer, so that whoever replays them can keep what it compiled.
+Control calls carry JSON alone and are made by the client; a transport decides what they say and how many there are.
+There are two families. *Mapped* transports (memory, shared memory, CUDA IPC) offer memory once and the link reads it
+where it lies. *Collectives* (gloo, NCCL) move buckets through a process group of their own. A link gives the same
+`Bucket` objects in every push of an unchanged offer, so that whoever replays them can keep what it compiled.
 
     sender.connect(deadline_seconds)
     sent = sender.send("model", None, post, progress)

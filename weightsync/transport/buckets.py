@@ -3,9 +3,9 @@
     bucket 0                                             bucket 1
     [ tensor a      |pad| tensor b, bytes 0..n-1 ]       [ tensor b, bytes n.. |pad| tensor c ]
 
-Every chunk starts at a multiple of `ALIGNMENT` bytes, so any dtype can be viewed in place. A tensor larger than what is left of a
-bucket is split at a multiple of `ALIGNMENT`. The packing depends on the manifest and the cap alone, never on the local
-machine, so sender and receiver agree by comparing the cap.
+Every chunk starts at a multiple of `ALIGNMENT` bytes, so any dtype can be viewed in place. A tensor larger than what
+is left of a bucket is split at a multiple of `ALIGNMENT`. The packing depends on the manifest and the cap alone,
+never on the local machine, so sender and receiver agree by comparing the cap.
 """
 
 from __future__ import annotations

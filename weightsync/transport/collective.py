@@ -5,13 +5,13 @@
     broadcast (all own it) or send (one does)  ----->  post the receive of k+1 into the other slot
     pack k+1 while k is under way                      replay k while k+1 arrives
 
-A message is a bucket and its seal: the update's nonce, stream, number and length. A rank that finds another seal has been
-sent something else than the schedule says, and refuses it before a byte of it is replayed. The schedule follows from
-what the handshake agreed (`streams.schedule`), so no message announces the next.
+A message is a bucket and its seal: the update's nonce, stream, number and length. A rank that finds another seal has
+been sent something else than the schedule says, and refuses it before a byte of it is replayed. The schedule follows
+from what the handshake agreed (`streams.schedule`), so no message announces the next.
 
-The group stands on a TCPStore of its own (`groups.py`). Every wait has the connection's deadline. When one side gives up
-it leaves the group, which the other sees at once (gloo) or within its deadline (NCCL); a group that failed is never used
-again.
+The group stands on a TCPStore of its own (`groups.py`). Every wait has the connection's deadline. When one side gives
+up it leaves the group, which the other sees at once (gloo) or within its deadline (NCCL); a group that failed is
+never used again.
 
     sender = CollectiveSender("gloo", GlooGroup, host, feeds, bucket_bytes, torch.device("cpu"), deadline_seconds)
     link = CollectiveLink(GlooGroup, torch.device("cpu"))

@@ -1,7 +1,7 @@
 """Process groups of one connection: gloo between CPUs, NCCL between GPUs.
 
-`ProcessGroupGloo` and `ProcessGroupNCCL` are constructed directly on a TCPStore, so neither side's default process group
-is touched and both can be left without a word to anybody.
+`ProcessGroupGloo` and `ProcessGroupNCCL` are constructed directly on a TCPStore, so neither side's default process
+group is touched and both can be left without a word to anybody.
 
     group = GlooGroup(store, rank, world, host, deadline_seconds, torch.device("cpu"))
     group.wait(group.broadcast(buffer))
@@ -141,9 +141,9 @@ class GlooGroup(Group):
 class NcclGroup(Group):
     """An NCCL group.
 
-    NCCL itself does not notice a peer that is gone: its kernels spin. So the host polls with the deadline, and aborts the
-    communicator when it passes. The group's own watchdog would end the process instead; it is given a timeout that
-    never comes.
+    NCCL itself does not notice a peer that is gone: its kernels spin. So the host polls until the deadline, and leaving
+    aborts the communicator. The group's own watchdog would end the process instead; it is given a timeout that never
+    comes.
 
     Raises:
         TransportError: This build of torch has no NCCL.

@@ -4,13 +4,13 @@
              64-byte handle, base64, in a typed JSON field; with size, buffer id and the GPU's UUID
     engine:  cuIpcOpenMemHandle once per connection        uint8 tensor over the mapping, no copy
 
-Order: the trainer waits for its whole device before it posts the update, so nothing of its step is still being written; the engine
-waits for its reads before it answers, so the trainer may overwrite as soon as `push` returns. (An interprocess event would
-save the trainer's host some microseconds of a wait that a push has to make anyway.)
+Order: the trainer waits for its whole device before it posts the update, so nothing of its step is still being
+written; the engine waits for its reads before it answers, so the trainer may overwrite as soon as `push` returns. (An
+interprocess event would save the trainer's host some microseconds of a wait that a push has to make anyway.)
 
-Segments are found with `cuMemGetAddressRange` and told apart by the driver's buffer id, which is never reused: memory that
-was freed and allocated again at the same address is offered anew. `expandable_segments` memory has no such handle and is
-refused by name. Source: CUDA driver API, "Memory Management" and "Unified Addressing".
+Segments are found with `cuMemGetAddressRange` and told apart by the driver's buffer id, which is never reused: memory
+that was freed and allocated again at the same address is offered anew. `expandable_segments` memory has no such
+handle and is refused by name. Source: CUDA driver API, "Memory Management" and "Unified Addressing".
 """
 
 from __future__ import annotations

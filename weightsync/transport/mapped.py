@@ -1,4 +1,4 @@
-"""Transports in which the engine reads the trainer's memory where it lies: what memory, shared memory and CUDA IPC share.
+"""The engine reads the trainer's memory where it lies: what memory, shared memory and CUDA IPC have in common.
 
     trainer's allocations          engine rank
     A [ w0 | w1 |    w2  ]  ---->  mapped once, one Bucket per allocation, no copy       ("placed")
@@ -6,9 +6,9 @@
     slot 0, slot 1          <----  tensors that lie in no allocation that can be offered ("staged"):
                                    copied bucket by bucket, the copy of k+1 while k is being read
 
-Which allocation holds a tensor, and how it is named to another process, is all that the three differ in: an `Exporter` on one side, a
-`Mapper` on the other. An offer changes, under a new generation, only when the trainer's allocations do.
-A push of placed tensors is one `update_weights` call, whatever their number.
+Which allocation holds a tensor, and how it is named to another process, is all that the three differ in: an
+`Exporter` on one side, a `Mapper` on the other. An offer changes, under a new generation, only when the trainer's
+allocations do. A push of placed tensors is one `update_weights` call, whatever their number.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Exporter(ABC):
 
     @abstractmethod
     def is_current(self, allocation: Hashable) -> bool:
-        """Whether the allocation is still the one that was located (False once freed, even if its address is in use)."""
+        """Whether it is still the allocation that was located: not once freed, even if its address is in use."""
 
     @abstractmethod
     def stage(self, num_bytes: int) -> torch.Tensor:

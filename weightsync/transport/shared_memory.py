@@ -1,8 +1,8 @@
 """Two processes of one host, both on CPUs: the engine maps the trainer's memory files.
 
-Memory is an anonymous file (`memfd_create`): it has no name to leak, so nothing is left behind when a process is killed.
-The engine opens it as `/proc/<pid>/fd/<fd>`, checks inode, size and seals, and maps it. The seals forbid shrinking, so that
-a trainer cannot turn the engine's reads into bus errors.
+Memory is an anonymous file (`memfd_create`): it has no name to leak, so nothing is left behind when a process is
+killed. The engine opens it as `/proc/<pid>/fd/<fd>`, checks inode, size and seals, and maps it. The seals forbid
+shrinking, so that a trainer cannot turn the engine's reads into bus errors.
 
     arena = share_parameters(model)      # once: the module's tensors move into one memory file; pushes copy nothing
     ... train in place, push; without it a push copies each byte once more, through two slots ...

@@ -1,16 +1,18 @@
 """Which bucket travels when, on a collective with receivers that own different tensors.
 
-A tensor that every receiver loads travels once, broadcast to all of them. Any other travels to each of its owners alone. Each
-receiver therefore sees two streams, *everyone* and its own; the sender sees one more than there are receivers:
+A tensor that every receiver loads travels once, broadcast to all of them. Any other travels to each of its owners
+alone. Each receiver therefore sees two streams, *everyone* and its own; the sender sees one more than there are
+receivers:
 
     wire order      a(all)   e0(0)   e1(1)   b(all)   e2(0)
     everyone        [a ............... b]
     to receiver 0           [e0 .............. e2]
     to receiver 1                    [e1]
 
-A bucket is due when its last chunk has been packed, or at the end of the pass; the order of dues follows from the manifest, the cap and the owners
-alone, so both sides compute it and no message says what comes next. Own streams get `cap / receivers`, so that all of
-a sender's open buckets together stay within four caps, however many receivers there are.
+A bucket is due when its last chunk has been packed, or at the end of the pass; the order of dues follows from the
+manifest, the cap and the owners alone, so both sides compute it and no message says what comes next. Own streams get
+`cap / receivers`, so that all of a sender's open buckets together stay within four caps, however many receivers there
+are.
 
     steps = schedule(entries, {EVERYONE: [0, 3], 0: [1, 4]}, bucket_bytes, num_receivers=2)
     [(step.stream, step.bucket.num_bytes) for step in steps]

@@ -1,7 +1,7 @@
 """Keeps forward passes and weight updates apart.
 
-A pass enters the gate; an update closes it, which waits for the passes inside to leave; a torn model keeps it shut. Pausing is a second,
-independent reason to be closed.
+A pass enters the gate; an update closes it, which waits for the passes inside to leave; a torn model keeps it shut.
+Pausing is a second, independent reason to be closed.
 
     gate = Gate()
     with gate.passing(timeout_seconds=30):

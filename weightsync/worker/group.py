@@ -1,9 +1,10 @@
 """Several endpoints as one: the ranks of one engine, or several engines of one push.
 
-A call goes to all at the same time. A finish is two-phase: every rank runs its hooks and audit, and only when all have, any of them
-publishes; else all abort. So no rank ever serves a version that another one failed to reach.
+A call goes to all at the same time. A finish is two-phase: every rank runs its hooks and audit, and only when all
+have, any of them publishes; else all abort. So no rank ever serves a version that another one failed to reach.
 
-    engine = EndpointGroup([Receiver(model_0, engine="e", rank=0, world=2), Receiver(model_1, engine="e", rank=1, world=2)])
+    ranks = [Receiver(model, engine="e", rank=i, world=2) for i, model in enumerate(models)]
+    engine = EndpointGroup(ranks)
     serve(engine, port=8000)
 """
 

@@ -137,8 +137,8 @@ class Push:
                 found = session.plan.hash if session.plan is not None else None
                 if found != agreed.plan_hash:
                     raise ProtocolError(
-                        f"target {target!r}: plan {agreed.plan_hash} was agreed, the model's layout now gives plan {found}; "
-                        "push again to make a new handshake"
+                        f"target {target!r}: plan {agreed.plan_hash} was agreed, the model's layout now gives plan "
+                        f"{found}; push again to make a new handshake"
                     )
         except BaseException as error:
             self.abort(f"the push could not start: {error}")

@@ -4,9 +4,9 @@
                      ^                  |  any failure, abort, silence of the trainer      |
                      +--- (init) idle <-+--------------------------------------------------+
 
-One trainer owns the session; a second is refused while the first was heard of within its deadline. After a failure both sides forget
-everything they agreed on, so the next push, of the same trainer or another, starts with a handshake. A push that its trainer
-left behind is aborted when the deadline passes without a word.
+One trainer owns the session; a second is refused while the first was heard of within its deadline. After a failure
+both sides forget everything they agreed on, so the next push, of the same trainer or another, starts with a
+handshake. A push that its trainer left behind is aborted when the deadline passes without a word.
 
     receiver = Receiver({"model": model, "draft": draft})
     serve(receiver, port=8000)                                   # or TrainerClient(source, receiver), in one process
@@ -23,39 +23,23 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
 from weightsync import control
-from weightsync.control import Abort, Accept, Check, Facts, Finish, Hello, Json, Start, TargetAccept, Update
-from weightsync.errors import ManifestError, ProtocolError, ReloadError, TransportError, TransportTimeout
+from weightsync.control import Abort, Accept, Check, Finish, Hello, Json, Start, Update
+from weightsync.errors import ProtocolError, ReloadError, TransportError, TransportTimeout
 from weightsync.manifest import Manifest
-from weightsync.transport.base import Link, Mine, missing_targets
+from weightsync.transport.base import Mine, missing_targets
 from weightsync.transport.choose import local_facts, make_link
 from weightsync.worker.gate import TORN, Gate
-from weightsync.worker.push import Push, TargetPlan, live_version, newest_version, plan_target, reload_state
+from weightsync.worker.push import Push, live_version, newest_version, plan_target, reload_state
+from weightsync.worker.session import Session, check_hello, target_accept
 
-MAX_DEADLINE_SECONDS = 3600.0
-MAX_BUCKET_BYTES = 4 << 30
 UPDATING, PAUSED = "updating", "paused"
 _numbers = itertools.count()
-
-
-@dataclass
-class _Session:
-    """What one trainer and this rank agreed on."""
-
-    hello: Hello
-    plans: dict[str, TargetPlan]
-    heard: float = field(default_factory=time.monotonic)
-    link: Link | None = None
-    generation: str = ""
-
-    def silence(self) -> float:
-        return time.monotonic() - self.heard
 
 
 class Receiver:
@@ -100,7 +84,7 @@ class Receiver:
         self._gate, self._gate_seconds = Gate(), gate_seconds
         self._turn = threading.Lock()  # held by the one call that may change a session or a model
         self._guard = threading.Lock()  # held for a moment to look at or set the fields below
-        self._session: _Session | None = None
+        self._session: Session | None = None
         self._push: Push | None = None
         self._cancelled: str | None = None
         self._busy = 0
@@ -185,7 +169,7 @@ class Receiver:
             self._turn.release()
 
     @contextmanager
-    def _owned(self, session_id: str) -> Iterator[_Session]:
+    def _owned(self, session_id: str) -> Iterator[Session]:
         """A call of the owner's: counted as a sign of life, and never alongside another."""
         session = self._session
         self._refuse_stranger(session_id)
@@ -209,27 +193,13 @@ class Receiver:
         session = self._session
         if session is not None and session.hello.session_id != session_id:
             raise ReloadError(
-                f"{self.engine}/{self.rank} belongs to trainer {session.hello.trainer}, silent for {session.silence():.1f} s; "
-                f"another may join once it was silent for {session.hello.deadline_seconds:g} s, or after it closes"
+                f"{self.engine}/{self.rank} belongs to trainer {session.hello.trainer}, silent for "
+                f"{session.silence():.1f} s; another may join once it was silent for "
+                f"{session.hello.deadline_seconds:g} s, or after it closes"
             )
 
     def _init(self, hello: Hello) -> Json:
-        if hello.protocol != control.PROTOCOL_VERSION:
-            raise ProtocolError(f"the trainer speaks protocol {hello.protocol}, this engine {control.PROTOCOL_VERSION}")
-        if not 0 < hello.deadline_seconds <= MAX_DEADLINE_SECONDS:
-            raise ProtocolError(
-                f"deadline_seconds must be in (0, {MAX_DEADLINE_SECONDS:g}], got {hello.deadline_seconds}"
-            )
-        if not 256 <= hello.bucket_bytes <= MAX_BUCKET_BYTES:
-            raise ProtocolError(f"bucket_bytes must be in [256, {MAX_BUCKET_BYTES}], got {hello.bucket_bytes}")
-        if error := missing_targets(list(hello.targets), list(self.targets)):
-            raise error
-        for name in hello.formats.keys() & self._formats.keys():
-            if hello.formats[name] != self._formats[name]:
-                raise ManifestError(
-                    f"format {name!r}: the trainer sends {hello.formats[name]!r}, this engine takes {self._formats[name]!r}"
-                )
-        control.decode(Facts, hello.facts)
+        check_hello(hello, list(self.targets), self._formats)
         session = self._session
         with self._guard:
             free = session is None or (not self._busy and session.silence() > session.hello.deadline_seconds)
@@ -244,7 +214,7 @@ class Receiver:
                 target: plan_target(self.targets[target], manifest, hello.mode, hello.scope, self._ignore)
                 for target, manifest in manifests.items()
             }
-            self._session = _Session(hello, plans)
+            self._session = Session(hello, plans)
         accept = Accept(
             protocol=control.PROTOCOL_VERSION,
             session_id=hello.session_id,
@@ -254,7 +224,7 @@ class Receiver:
             version=max((v for t in plans if (v := newest_version(self.targets[t])) is not None), default=None),
             state=self.state,
             bucket_bytes=hello.bucket_bytes,
-            targets={target: control.encode(_target_accept(plan)) for target, plan in plans.items()},
+            targets={target: control.encode(target_accept(plan)) for target, plan in plans.items()},
             facts=control.encode(local_facts(self.device)),
         )
         return control.encode(accept)
@@ -282,7 +252,7 @@ class Receiver:
             ).start()
         return {}
 
-    def _check_plans(self, session: _Session, own: Json) -> None:
+    def _check_plans(self, session: Session, own: Json) -> None:
         plans = own.get("plans")
         for target, plan in session.plans.items():
             told = plans.get(target) if isinstance(plans, dict) else None
@@ -291,7 +261,7 @@ class Receiver:
                     f"target {target!r}: the trainer goes by plan {told}, this rank by plan {plan.plan_hash}"
                 )
 
-    def _connect(self, session: _Session, start: Start, own: Json) -> None:
+    def _connect(self, session: Session, start: Start, own: Json) -> None:
         if start.offer is None:
             raise ProtocolError(f"offer {start.generation} is not connected here, and the start call does not carry it")
         transport = start.offer.get("transport")
@@ -363,7 +333,7 @@ class Receiver:
         with self._take_turn(self._gate_seconds):
             found: dict[str, Any] = {}
             for target, model in self.targets.items():
-                found |= {f"{target}.{path}": row[-1] for path, row in fingerprint(model).rows.items()}
+                found |= {f"{target}.{path}": row.digest for path, row in fingerprint(model).rows.items()}
         if check.action == "checksum":
             return {"checksums": found}
         if check.action != "compare" or check.baseline is None:
@@ -385,13 +355,13 @@ class Receiver:
 
     # ---- failure -------------------------------------------------------------------------------------------------
 
-    def _current(self, session: _Session) -> Push:
+    def _current(self, session: Session) -> Push:
         if self._push is None:
             raise ReloadError("no weight update was started; call start_weight_update first")
         return self._push
 
     @contextmanager
-    def _failing(self, session: _Session) -> Iterator[None]:
+    def _failing(self, session: Session) -> Iterator[None]:
         """Any error inside ends the push and the session: old bytes come back, or the model is torn and says so."""
         try:
             yield
@@ -413,7 +383,7 @@ class Receiver:
                 self._gate.shut(TORN)
             self._gate.open(UPDATING)
 
-    def _watch(self, push: Push, session: _Session) -> None:
+    def _watch(self, push: Push, session: Session) -> None:
         """Aborts the push when its trainer is silent for longer than its deadline."""
         deadline = session.hello.deadline_seconds
         while self._push is push:
@@ -438,13 +408,3 @@ def _device_of(models: Sequence[nn.Module] | Any) -> torch.device:
     if len(devices) > 1:
         raise TransportError(f"one rank's targets must lie on one device, found {sorted(map(str, devices))}")
     return next(iter(devices), torch.device("cpu"))
-
-
-def _target_accept(plan: TargetPlan) -> TargetAccept:
-    return TargetAccept(
-        manifest_hash=plan.manifest.hash,
-        plan_hash=plan.plan_hash,
-        owned=control.to_ranges(plan.owned),
-        ignored=control.to_ranges(plan.ignored),
-        interpreted=len(plan.interpreted),
-    )

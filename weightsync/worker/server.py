@@ -5,9 +5,9 @@
     with BackgroundServer(receiver) as server:              # on a thread of this process
         TrainerClient(source, server.url).push()
 
-An error is `{"error": {"type": "CoverageError", "message": ..., "missing": [...]}}` with a status that fits; the client raises the same class.
-Bodies are `{"init_info": {...}}`, `{"start_info": {...}}`, `{"update_info": {...}}`, `{"weight_version": 7, ...}`.
-GET /metrics speaks Prometheus' text format.
+An error is `{"error": {"type": "CoverageError", "message": ..., "missing": [...]}}` with a status that fits; the
+client raises the same class. Bodies are `{"init_info": {...}}`, `{"start_info": {...}}`, `{"update_info": {...}}`,
+`{"weight_version": 7, ...}`. GET /metrics speaks Prometheus' text format.
 """
 
 from __future__ import annotations

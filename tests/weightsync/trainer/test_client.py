@@ -1,4 +1,4 @@
-"""A push over every transport gives the engine the trainer's bytes, and a failed one never gives it half of them unsaid."""
+"""A push over any transport gives the engine the trainer's bytes; one that fails never leaves half of them unsaid."""
 
 import threading
 

@@ -1,4 +1,4 @@
-"""A peer that dies or stops is an error on every side within the deadline, and a new trainer joins without a restart."""
+"""A peer that dies or stops is an error on all sides within the deadline, and a new trainer joins without restart."""
 
 import os
 import signal

@@ -255,7 +255,7 @@ def test_an_arena_cannot_shrink_under_its_readers():
     "data", [{}, {"placed": 1}, {"placed": False, "bucket": 99, "slot": 0}, {"placed": False, "bucket": 0, "slot": 2}]
 )
 def test_an_update_that_names_no_bucket_is_refused(data):
-    sender, link, push, _ = pair_of("shared_memory", {"a": torch.randn(4)})
+    _sender, link, push, _ = pair_of("shared_memory", {"a": torch.randn(4)})
     push()
     with pytest.raises(ProtocolError):
         list(link.receive("model", None, data, {}))

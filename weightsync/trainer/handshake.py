@@ -1,0 +1,193 @@
+"""The handshake: who is there, what they load, which transport fits, and every difference refused before a byte moves.
+
+agreement = shake_hands(group, sources, HandshakeOptions(...), session_id)
+agreement.accepts, agreement.feeds, agreement.sender
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+import torch
+
+from weightsync import control
+from weightsync.control import Accept, Facts, Hello, TargetAccept
+from weightsync.errors import CoverageError, ManifestError, ProtocolError
+from weightsync.manifest import Manifest, ParamMeta
+from weightsync.trainer.sources import WeightSource
+from weightsync.transport.base import Feed, Sender
+from weightsync.transport.choose import DEFAULT_BUCKET_BYTES, choose, local_facts, make_sender
+from weightsync.transport.groups import local_address
+from weightsync.worker.group import EndpointGroup
+
+
+@dataclass(frozen=True)
+class HandshakeOptions:
+    """What the user asked for; see `TrainerClient`."""
+
+    transport: str
+    mode: str
+    scope: str
+    bucket_bytes: int | None
+    deadline_seconds: float
+    formats: Mapping[str, str]
+    host: str | None
+    device: torch.device | None
+    url: str | None
+
+
+@dataclass
+class Agreement:
+    """What a handshake gave; forgotten as a whole.
+
+    Attributes:
+        session_id: Names the trainer towards the engines.
+        metadata: Target -> what its source declared; the handshake holds as long as it does.
+        accepts: Every rank's answer, in the order of receiver indices.
+        feeds: Target -> tensors and owners.
+        plans: For each rank, target -> plan hash.
+        interpreted: Target -> number of names that run through the model's own loader.
+        sender: The transport's half here.
+        reason: Why this transport.
+        generation: Names the offer that is connected.
+    """
+
+    session_id: str
+    metadata: dict[str, list[ParamMeta]]
+    accepts: list[Accept]
+    feeds: dict[str, Feed]
+    plans: list[dict[str, str]]
+    interpreted: dict[str, int]
+    sender: Sender
+    reason: str
+    generation: str = ""
+
+
+def shake_hands(
+    group: EndpointGroup, sources: Mapping[str, WeightSource], options: HandshakeOptions, session_id: str
+) -> Agreement:
+    """Says hello to every rank and agrees on plans and a transport.
+
+    Args:
+        group: All endpoints of the push.
+        sources: Target -> source.
+        options: What the user asked for.
+        session_id: A new one.
+
+    Raises:
+        WeightSyncError: A rank's refusal, or ranks that contradict each other.
+    """
+    metadata = {target: source.metadata for target, source in sources.items()}
+    manifests = {target: Manifest(tuple(rows)) for target, rows in metadata.items()}
+    device = options.device or device_of(sources)
+    facts = local_facts(device)
+    bucket_bytes = options.bucket_bytes or DEFAULT_BUCKET_BYTES[device.type]
+    hello = Hello(
+        protocol=control.PROTOCOL_VERSION,
+        session_id=session_id,
+        trainer=f"{socket.gethostname()}:{os.getpid()}",
+        targets={target: json.loads(manifest.to_json()) for target, manifest in manifests.items()},
+        mode=options.mode,
+        scope=options.scope,
+        bucket_bytes=bucket_bytes,
+        deadline_seconds=options.deadline_seconds,
+        formats=dict(options.formats),
+        facts=control.encode(facts),
+    )
+    answer = group.call(control.INIT, {"init_info": control.encode(hello)}, options.deadline_seconds)
+    accepts = [control.decode(Accept, rank) for rank in answer["ranks"]]
+    check_accepts(hello, manifests, accepts)
+    targets = [{t: control.decode(TargetAccept, a.targets.get(t)) for t in manifests} for a in accepts]
+    owners = {t: owners_of(m, accepts, [row[t] for row in targets]) for t, m in manifests.items()}
+    name, reason = choose(options.transport, facts, [control.decode(Facts, a.facts) for a in accepts])
+    feeds = {
+        target: Feed(manifest, owners[target], len(accepts), sources[target].iter_full, sources[target].resident)
+        for target, manifest in manifests.items()
+    }
+    sender = make_sender(
+        name,
+        feeds,
+        bucket_bytes=bucket_bytes,
+        device=device,
+        engine_device=str(accepts[0].facts["device"]),
+        host=options.host or own_address(options.url, facts, accepts),
+        deadline_seconds=options.deadline_seconds,
+    )
+    plans = [{target: accept.plan_hash for target, accept in row.items()} for row in targets]
+    interpreted = {target: max(row[target].interpreted for row in targets) for target in manifests}
+    return Agreement(session_id, metadata, accepts, feeds, plans, interpreted, sender, reason)
+
+
+def device_of(sources: Mapping[str, WeightSource]) -> torch.device:
+    """Where the first resident tensor lies; else the GPU in use, if any."""
+    for source in sources.values():
+        for tensor in (source.resident() or {}).values():
+            return tensor.device
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_initialized() else torch.device("cpu")
+
+
+def own_address(url: str | None, facts: Facts, accepts: Sequence[Accept]) -> str:
+    """The address under which the ranks reach this process: the loopback if all are on this host."""
+    if url is None or all(accept.facts["host"] == facts.host for accept in accepts):
+        return "127.0.0.1"
+    return local_address(urlsplit(url).hostname or "127.0.0.1")
+
+
+def check_accepts(hello: Hello, manifests: Mapping[str, Manifest], accepts: Sequence[Accept]) -> None:
+    """Compares every rank's answer with what was said, and the ranks with each other.
+
+    Raises:
+        ProtocolError: Another protocol, session or bucket size; a rank of an engine missing or there twice.
+        ManifestError: A rank read another manifest.
+    """
+    seen: dict[str, set[int]] = {}
+    for accept in accepts:
+        for name in ("protocol", "session_id", "bucket_bytes"):
+            said, heard = getattr(hello, name), getattr(accept, name)
+            if said != heard:
+                raise ProtocolError(f"rank {accept.key} answers {name} {heard!r}, the trainer said {said!r}")
+        for target, manifest in manifests.items():
+            said, heard = manifest.hash, accept.targets.get(target, {}).get("manifest_hash")
+            if said != heard:
+                raise ManifestError(
+                    f"target {target!r}: the trainer's manifest is {said}, rank {accept.key} read {heard}"
+                )
+        ranks = seen.setdefault(accept.engine, set())
+        if accept.rank in ranks:
+            raise ProtocolError(f"rank {accept.rank} of engine {accept.engine} answers twice; list each rank once")
+        ranks.add(accept.rank)
+    for accept in accepts:
+        missing = sorted(set(range(accept.world)) - seen[accept.engine])
+        if missing:
+            raise ProtocolError(
+                f"engine {accept.engine} has {accept.world} ranks, ranks {missing} are not among the endpoints; "
+                "a push has to reach all of them"
+            )
+
+
+def owners_of(
+    manifest: Manifest, accepts: Sequence[Accept], targets: Sequence[TargetAccept]
+) -> tuple[frozenset[int], ...]:
+    """Which receivers load each entry.
+
+    Raises:
+        CoverageError: No rank of some engine loads a name or ignores it on purpose.
+    """
+    size = len(manifest)
+    owners: list[set[int]] = [set() for _ in range(size)]
+    taken: dict[str, set[int]] = {accept.engine: set() for accept in accepts}
+    for index, (accept, target) in enumerate(zip(accepts, targets, strict=True)):
+        owned = control.from_ranges(target.owned, size)
+        for entry in owned:
+            owners[entry].add(index)
+        taken[accept.engine].update(owned, control.from_ranges(target.ignored, size))
+    for engine, entries in taken.items():
+        if len(entries) < size:
+            names = [entry.name for index, entry in enumerate(manifest) if index not in entries]
+            raise CoverageError(f"no rank of engine {engine} takes these names", unexpected=names)
+    return tuple(map(frozenset, owners))

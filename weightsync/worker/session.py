@@ -1,0 +1,85 @@
+"""What one trainer and one rank agreed on, and what a trainer has to say for that.
+
+check_hello(hello, targets=["model"], formats={})        # ProtocolError or ManifestError, before anything is planned
+session = Session(hello, plans)
+session.silence()                                        # seconds since the trainer was last heard of
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from weightsync import control
+from weightsync.control import Facts, Hello, TargetAccept
+from weightsync.errors import ManifestError, ProtocolError
+from weightsync.transport.base import Link, missing_targets
+from weightsync.transport.buckets import ALIGNMENT
+from weightsync.worker.push import TargetPlan
+
+MAX_DEADLINE_SECONDS = 3600.0
+MAX_BUCKET_BYTES = 4 << 30
+
+
+@dataclass
+class Session:
+    """One trainer's ownership of a rank.
+
+    Attributes:
+        hello: What the trainer said.
+        plans: Target -> what was agreed.
+        heard: When the trainer's last call ended, by the monotonic clock.
+        link: The transport's half here, once an offer was connected.
+        generation: Names the offer that is connected.
+    """
+
+    hello: Hello
+    plans: dict[str, TargetPlan]
+    heard: float = field(default_factory=time.monotonic)
+    link: Link | None = None
+    generation: str = ""
+
+    def silence(self) -> float:
+        """Seconds since the trainer was last heard of."""
+        return time.monotonic() - self.heard
+
+
+def check_hello(hello: Hello, targets: Sequence[str], formats: Mapping[str, str]) -> None:
+    """Compares what a trainer says with what this rank can take.
+
+    Args:
+        hello: The trainer's.
+        targets: Names of this rank's targets.
+        formats: This rank's formats.
+
+    Raises:
+        ProtocolError: Another protocol, a number out of range, an unknown target.
+        ManifestError: A format differs, with both values.
+    """
+    if hello.protocol != control.PROTOCOL_VERSION:
+        raise ProtocolError(f"the trainer speaks protocol {hello.protocol}, this engine {control.PROTOCOL_VERSION}")
+    if not 0 < hello.deadline_seconds <= MAX_DEADLINE_SECONDS:
+        raise ProtocolError(f"deadline_seconds must be in (0, {MAX_DEADLINE_SECONDS:g}], got {hello.deadline_seconds}")
+    if not ALIGNMENT <= hello.bucket_bytes <= MAX_BUCKET_BYTES:
+        raise ProtocolError(f"bucket_bytes must be in [{ALIGNMENT}, {MAX_BUCKET_BYTES}], got {hello.bucket_bytes}")
+    if not hello.targets:
+        raise ProtocolError("a push needs at least one target")
+    if error := missing_targets(list(hello.targets), targets):
+        raise error
+    for name in sorted(hello.formats.keys() & formats.keys()):
+        said, taken = hello.formats[name], formats[name]
+        if said != taken:
+            raise ManifestError(f"format {name!r}: the trainer sends {said!r}, this engine takes {taken!r}")
+    control.decode(Facts, hello.facts)
+
+
+def target_accept(plan: TargetPlan) -> TargetAccept:
+    """What the answer to a hello says of one target."""
+    return TargetAccept(
+        manifest_hash=plan.manifest.hash,
+        plan_hash=plan.plan_hash,
+        owned=control.to_ranges(plan.owned),
+        ignored=control.to_ranges(plan.ignored),
+        interpreted=len(plan.interpreted),
+    )
