@@ -24,6 +24,7 @@ import collections
 import functools
 import sys
 import types
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -31,10 +32,17 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from weightsync.errors import LayoutError
+from weightsync.survey import Survey
 
 Kind = Literal["parameter", "buffer", "attribute"]
 
 _REGISTRIES = ("_parameters", "_buffers", "_modules")
+# Dicts and sets that torch itself puts on every module, for hooks: nearly always empty, so an empty one is passed over.
+_TABLES = frozenset(
+    name
+    for name, value in vars(torch.nn.Module()).items()
+    if isinstance(value, (dict, set)) and name not in _REGISTRIES
+)
 _FOREIGN = frozenset(sys.stdlib_module_names) | {"torch", "numpy", "triton", "weightsync"}
 _CONTAINERS = (dict, list, tuple, set, frozenset, collections.deque, types.MappingProxyType)
 # Standard-library types that only hold what a user put there.
@@ -157,8 +165,25 @@ def _slot(found: _Found) -> Slot:
     return Slot(found.path, found.module, found.kind, found.value)
 
 
-def _visit(model: torch.nn.Module) -> Iterator[_Found]:
-    """Holders once, tensors at every place; registered modules first so that they are found under their own paths."""
+_surveys: weakref.WeakKeyDictionary[torch.nn.Module, Survey] = weakref.WeakKeyDictionary()
+
+
+def _visit(model: torch.nn.Module) -> list[_Found]:
+    """Holders once, tensors at every place; by the last survey where nothing has changed since."""
+    survey = _surveys.get(model)
+    found = None if survey is None else survey.revisit(model)
+    if found is None:
+        found = list(_visit_anew(model))
+        survey = Survey(model, found, _children, tuple(_TABLES))
+        if survey.is_complete:
+            _surveys[model] = survey
+        else:
+            _surveys.pop(model, None)
+    return found
+
+
+def _visit_anew(model: torch.nn.Module) -> Iterator[_Found]:
+    """A full walk: registered modules first so that they are found under their own paths."""
     modules: dict[int, tuple[str, torch.nn.Module]] = {}
     queue = _registered(model, "", modules)
     seen: dict[int, Any] = {}
@@ -240,7 +265,10 @@ def _children(node: Any) -> Iterator[tuple[_Step, Any]]:
     elif isinstance(node, types.FunctionType):
         yield from ((_Step("attribute", name), getattr(node, name)) for name in ("__defaults__", "__kwdefaults__"))
         yield from ((_Step("cell", name), cell.cell_contents) for name, cell in _cells(node) if _is_set(cell))
-    yield from ((_Step("attribute", name), value) for name, value in _attributes(node).items())
+    passed_over = _TABLES if isinstance(node, torch.nn.Module) else frozenset()
+    for name, value in _attributes(node).items():
+        if name not in passed_over or value:
+            yield _Step("attribute", name), value
 
 
 def _attributes(node: Any) -> dict[str, Any]:
@@ -361,7 +389,7 @@ def _contents(node: Any) -> Any:
     if isinstance(node, torch.Tensor):
         return node.data, node.requires_grad
     if isinstance(node, torch.nn.Module):
-        return [(registry := getattr(node, name), dict(registry)) for name in _REGISTRIES]
+        return [(name, table := getattr(node, name), type(table)(table)) for name in (*_REGISTRIES, *_TABLES)]
     if isinstance(node, dict):
         return dict(node)
     if isinstance(node, (list, collections.deque)):
@@ -384,10 +412,14 @@ def _put_contents(node: Any, contents: Any) -> None:
         if node.requires_grad != requires_grad:
             node.requires_grad_(requires_grad)
     elif isinstance(node, torch.nn.Module):
-        for name, (registry, items) in zip(_REGISTRIES, contents, strict=True):
-            _refill(registry, items)
-            if getattr(node, name) is not registry:
-                object.__setattr__(node, name, registry)
+        for name, table, items in contents:
+            if isinstance(table, set):
+                table.clear()
+                table.update(items)
+            else:
+                _refill(table, items)
+            if getattr(node, name) is not table:
+                object.__setattr__(node, name, table)
     elif isinstance(node, dict):
         _refill(node, contents)
     elif isinstance(node, (list, collections.deque)):

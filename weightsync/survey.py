@@ -1,0 +1,183 @@
+"""Remembers what a walk over a model found, and sees cheaply whether a walk today would find the same.
+
+A reload looks at everything its model holds several times: before, for what the loaders may write; after, for what
+moved. A full walk costs a millisecond per layer, most of it spent on finding that nothing has changed. A survey keeps,
+for each holder on the way, the keys of what hangs on it, and its identities and types; comparing these is cheap.
+
+    survey = Survey(model, found, ...)     # after a full walk
+    survey.revisit(model)                  # the same entries, of the objects that stand there now; None: walk anew
+
+A survey holds no tensor and no object of the model, only keys, numbers, types and weak references to tensors: it keeps
+nothing alive. An identity can be reused by a new object once the old one is gone; then its type and everything below it
+are compared all the same, and a tensor also has to be the one that the weak reference knows.
+"""
+
+from __future__ import annotations
+
+import collections
+import types
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+Raw = tuple[Any, Sequence[Any]]  # keys, and what hangs on the holder
+
+
+class _Holder(NamedTuple):
+    """One object whose children are compared."""
+
+    slot: int  # where it stands among the objects of a visit
+    read: Callable[[Any], Raw]
+    keys: Any
+    identities: list[int]
+    kinds: list[type]
+    gives: tuple[tuple[int, int], ...]  # (position among the children, slot of that child)
+
+
+class Survey:
+    """What one full walk found.
+
+    Args:
+        model: The module walked.
+        found: What was found, in order: named tuples of one kind whose last field is `value`; the model is the first.
+        children: What hangs on an object that is neither module, dict, list nor plain object: (step, child) pairs.
+        tables: Names of the dicts and sets that torch puts on every module; compared by length.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        found: Sequence[Any],
+        children: Callable[[Any], Any],
+        tables: tuple[str, ...],
+    ) -> None:
+        self._children, self._tables = children, tables
+        self._make = type(found[0])
+        self._found = [tuple(entry)[:-1] for entry in found]
+        slots: dict[int, int] = {id(model): 0}
+        for entry in found:
+            slots.setdefault(id(entry.value), len(slots))
+        self._slot_of_entry = [slots[id(entry.value)] for entry in found]
+        self._num_slots = len(slots)
+        self._tensors: dict[int, weakref.ref[torch.Tensor]] = {
+            slots[id(entry.value)]: weakref.ref(entry.value) for entry in found if isinstance(entry.value, torch.Tensor)
+        }
+        self._holders: list[_Holder] = []
+        self.is_complete = self._record(model, slots)
+
+    def _record(self, model: torch.nn.Module, slots: dict[int, int]) -> bool:
+        """Visits everything found, parents first; False if something can't be reached by what holders give."""
+        reached: dict[int, Any] = {0: model}
+        queue = [0]
+        for slot in queue:
+            node = reached[slot]
+            read = self._reader(node)
+            keys, values = read(node)
+            gives = []
+            for position, value in enumerate(values):
+                child = slots.get(id(value))
+                if child is None:
+                    continue
+                if child not in reached:
+                    reached[child] = value
+                    queue.append(child)
+                gives.append((position, child))
+            self._holders.append(
+                _Holder(slot, read, keys, list(map(id, values)), list(map(type, values)), tuple(gives))
+            )
+        return len(reached) == self._num_slots
+
+    def _reader(self, node: Any) -> Callable[[Any], Raw]:
+        if isinstance(node, torch.nn.Module):
+            return self._read_module
+        fast = _READERS.get(type(node))
+        if fast is not None:
+            return fast
+        is_plain = isinstance(node, torch.Tensor) or type(node).__module__ not in _SPECIAL
+        if is_plain and hasattr(node, "__dict__") and not isinstance(node, _HOLD_ITEMS) and not _has_slots(type(node)):
+            return _read_attributes
+        return self._read_children
+
+    def _read_module(self, node: Any) -> Raw:
+        attributes = node.__dict__
+        parameters, buffers, modules = attributes["_parameters"], attributes["_buffers"], attributes["_modules"]
+        keys = (
+            [*parameters, *buffers, *modules, *attributes],
+            [len(attributes[name]) for name in self._tables if name in attributes],
+        )
+        return keys, [*parameters.values(), *buffers.values(), *modules.values(), *attributes.values()]
+
+    def _read_children(self, node: Any) -> Raw:
+        pairs = list(self._children(node))
+        return [step for step, _ in pairs], [child for _, child in pairs]
+
+    def revisit(self, model: torch.nn.Module) -> list[Any] | None:
+        """The entries of a walk over `model` as it is now; None if it must be walked anew."""
+        objects: list[Any] = [None] * self._num_slots
+        objects[0] = model
+        try:
+            unchanged = self._fill(objects)
+        except Exception:  # a key whose comparison fails, a holder that lost what its kind has: a walk tells
+            return None
+        if not unchanged or any(reference() is not objects[slot] for slot, reference in self._tensors.items()):
+            return None
+        make = self._make
+        return [make(*entry, objects[slot]) for entry, slot in zip(self._found, self._slot_of_entry, strict=True)]
+
+    def _fill(self, objects: list[Any]) -> bool:
+        """Looks up every object from its holder; False as soon as something differs."""
+        for holder in self._holders:
+            keys, values = holder.read(objects[holder.slot])
+            if keys != holder.keys or list(map(type, values)) != holder.kinds:
+                return False
+            if list(map(id, values)) != holder.identities and not _only_leaves_changed(holder, values):
+                return False
+            for position, slot in holder.gives:
+                objects[slot] = values[position]
+        return True
+
+
+_LEAVES = frozenset({bool, int, float, complex, str, bytes})
+_SPECIAL = frozenset({"builtins", "functools", "collections", "types"})
+_HOLD_ITEMS = (dict, list, tuple, set, frozenset, collections.deque, collections.UserDict, collections.UserList)
+
+
+def _has_slots(kind: type) -> bool:
+    return any(isinstance(value, types.MemberDescriptorType) for base in kind.__mro__ for value in vars(base).values())
+
+
+def _only_leaves_changed(holder: _Holder, values: Sequence[Any]) -> bool:
+    """Whether everything that differs is a number, a string or the like; the types are known to be the same."""
+    return all(
+        id(value) == identity or kind in _LEAVES
+        for value, identity, kind in zip(values, holder.identities, holder.kinds, strict=True)
+    )
+
+
+def _read_sequence(node: Any) -> Raw:
+    return None, list(node)
+
+
+def _read_dict(node: Any) -> Raw:
+    return list(node), list(node.values())
+
+
+def _read_method(node: Any) -> Raw:
+    return None, (node.__self__, node.__func__)
+
+
+def _read_attributes(node: Any) -> Raw:
+    attributes = node.__dict__
+    return list(attributes), list(attributes.values())
+
+
+_READERS: dict[type, Callable[[Any], Raw]] = {
+    dict: _read_dict,
+    list: _read_sequence,
+    tuple: _read_sequence,
+    set: _read_sequence,
+    frozenset: _read_sequence,
+    types.MethodType: _read_method,
+}
