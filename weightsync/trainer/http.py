@@ -65,6 +65,9 @@ class HttpEndpoint:
             raise error_from_json(value["error"], self.url)
         if status != 200:
             raise ProtocolError(f"{self.url}/{route} answered {status}: {raw[:200]!r}; is it a weightsync server?")
+        ranks = value.get("ranks")
+        if not isinstance(ranks, list) or not all(isinstance(rank, dict) for rank in ranks):
+            raise ProtocolError(f"{self.url}/{route} answered without a list of ranks: {raw[:200]!r}")
         return value
 
     def _read(self, answer: Any, route: str, end: float) -> bytes:
