@@ -23,7 +23,7 @@ def run(code_or_file: list[str], cwd: Path) -> str:
 
 def printed(code: str) -> list[str]:
     """What the comments of an example say that its prints give."""
-    return re.findall(r"print\(.*\)\s+#\s*(.*)", code)
+    return re.findall(r"^ *print\(.*\)\s+#\s*(.*)", code, re.MULTILINE)
 
 
 def test_there_are_examples():

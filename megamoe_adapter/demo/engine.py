@@ -5,6 +5,7 @@ python -m megamoe_adapter.demo.engine        # then one request per line, see `E
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -25,12 +26,22 @@ _NEW_TOKENS = 8
 
 
 class Engine:
-    """Requests that the engine process answers; each public method is one."""
+    """What the engine process does."""
 
     def __init__(self) -> None:
         self._targets: dict[str, Any] = {}
         self._server: BackgroundServer | None = None
         self._receiver: weightsync.Receiver | None = None
+
+    def requests(self) -> dict[str, Callable[..., object]]:
+        """Its requests by name."""
+        return {
+            "load": self.load,
+            "serve": self.serve,
+            "zero_experts": self.zero_experts,
+            "fingerprint": self.fingerprint,
+            "generate": self.generate,
+        }
 
     def load(self, checkpoint: str) -> None:
         """Builds both models afresh and cold-loads them.
@@ -92,15 +103,7 @@ def main() -> None:
     link = ParentLink()
     engine = Engine()
     try:
-        link.answer_requests(
-            {
-                "load": engine.load,
-                "serve": engine.serve,
-                "zero_experts": engine.zero_experts,
-                "fingerprint": engine.fingerprint,
-                "generate": engine.generate,
-            }
-        )
+        link.answer_requests(engine.requests())
     finally:
         engine.close()
 

@@ -215,8 +215,12 @@ class _Stage:
         self.num_tensors, self.num_bytes = size["tensors"], size["bytes"]
         self._cold.send("load", checkpoint=saved)
 
+        live = self._fingerprint(self._engine, case)
         num_zeroed = self._engine.ask("zero_experts", part=case.part)
         before = self._fingerprint(self._engine, case)
+        num_changed = len(before.diff(live).differing)
+        if not 0 < num_changed == num_zeroed:
+            raise DemoError(f"{num_zeroed} expert tensors were to be zeroed, {num_changed} changed: it proves nothing")
         pushed = self._trainer.ask(
             "push",
             on_event=lambda event: progress.data(event["sent_bytes"], event["total_bytes"]),
@@ -233,10 +237,8 @@ class _Stage:
         self._cold.answer()
         expected = self._fingerprint(self._cold, case)
         expected_answers = self._cold.ask("generate", part=case.part)
-        if not 0 < num_zeroed <= len(before.diff(expected).differing):
-            raise DemoError(
-                f"{num_zeroed} expert tensors were zeroed, yet the push had less to repair: it proves nothing"
-            )
+        if not live.diff(expected).differing:
+            raise DemoError("the engine had the trainer's weights before the push: it proves nothing")
         diff = after.diff(expected)
         return Run(
             case=case.name,

@@ -22,7 +22,7 @@ _DEADLINE_SECONDS = 30.0
 
 
 class Trainer:
-    """Requests that the trainer process answers; each public method is one.
+    """What the trainer process does.
 
     Args:
         emit: Sends an event to whoever waits for the answer.
@@ -32,6 +32,10 @@ class Trainer:
         self._emit = emit
         self._client: weightsync.TrainerClient | None = None
         self._joined: tuple[str, ...] = ()
+
+    def requests(self) -> dict[str, Callable[..., object]]:
+        """Its requests by name."""
+        return {"load": self.load, "train": self.train, "push": self.push}
 
     def load(self, checkpoint: str) -> None:
         """Takes a checkpoint as master weights."""
@@ -77,15 +81,15 @@ class Trainer:
         report = client.finish()
         return {"seconds": time.perf_counter() - begin, "bytes": report.bytes}
 
-    def leave(self) -> None:
-        """Closes the connection, if there is one."""
+    def close(self) -> None:
+        """Leaves the engine, if it had joined one."""
         if self._client is not None:
             self._client.close()
         self._client, self._joined = None, ()
 
     def _join(self, url: str, mode: str, transport: str, part: Part) -> weightsync.TrainerClient:
         if self._client is None or self._joined != (url, mode, transport, part):
-            self.leave()
+            self.close()
             self._client = weightsync.TrainerClient(
                 TensorSource(self._wire[part]),
                 url,
@@ -104,11 +108,9 @@ def main() -> None:
     link = ParentLink()
     trainer = Trainer(link.emit)
     try:
-        link.answer_requests(
-            {"load": trainer.load, "train": trainer.train, "push": trainer.push, "leave": trainer.leave}
-        )
+        link.answer_requests(trainer.requests())
     finally:
-        trainer.leave()
+        trainer.close()
 
 
 if __name__ == "__main__":
