@@ -153,12 +153,12 @@ class MoENet(nn.Module):
     def __init__(self, num_layers: int, num_experts: int, local: list[int] | None = None) -> None:
         super().__init__()
         self.num_experts = num_experts
-        self.layers = nn.ModuleList(Experts(num_experts, 2, 3, local) for _ in range(num_layers))
+        self.layers = nn.ModuleList(Net(experts=Experts(num_experts, 2, 3, local)) for _ in range(num_layers))
 
     def load_weights(self, weights: Weights) -> None:
         for name, tensor in weights:
             _, layer, _, expert, shard = name.split(".")
-            experts = self.layers[int(layer)]
+            experts = self.layers[int(layer)].experts
             parameter = experts.w2 if shard == "w2" else experts.w13
             parameter.weight_loader(parameter, tensor, shard, int(expert))
 

@@ -18,15 +18,16 @@ from typing import Any
 import torch
 
 from weightsync.errors import LayoutError, shown
-from weightsync.reachable import walk, walk_module
-from weightsync.reload.audit import LiveSlot, LiveTensors, address
+from weightsync.reachable import PythonState, Slot, walk, walk_module
+from weightsync.reload.audit import LiveSlot, LiveTensors
 from weightsync.reload.journal import Journal
 from weightsync.reload.layerwise import Staging, is_below
 from weightsync.reload.observe import Index, TensorLog, assignments, index_of
-from weightsync.reload.partial import Partial
+from weightsync.reload.partial import Partial, Unsent
 from weightsync.reload.post_load import Hook, HookGuards, activation_dtype, declares_direct
 from weightsync.reload.reconcile import keep_untouched, settle
-from weightsync.reload.scopes import Swap
+from weightsync.reload.records import equal_bytes
+from weightsync.reload.scopes import Scope, Swap
 from weightsync.reload.state import state_of
 
 
@@ -107,7 +108,7 @@ class HookRunner:
                     self.write(path, self.live.by_path[path].alias, staged)
             return
         paths = dict.fromkeys([*unit.modules, *(hook.path for hook in hooks)])
-        self._run([staging], [], hooks, self.live.of_modules(paths), paths)
+        self._run([staging], (), hooks, self.live.of_modules(paths), paths)
 
     def finish_model(self, stagings: Sequence[Staging], interpreted: Collection[str]) -> None:
         """Runs every hook that has not run yet, and settles the whole model.
@@ -121,8 +122,8 @@ class HookRunner:
         hooks = [hook for hook in self.hooks if not self._guards.has_run(hook) and self.applies(hook)]
         left_alone = {path for staging in stagings for path in staging.unit.modules} | self._finished | set(interpreted)
         records = state_of(self.model).records
-        swaps = [
-            Swap(list(records[module].scopes[1:]))
+        scopes = [
+            list(records[module].scopes[1:])
             for path, module in self.modules.items()
             if module in records
             and path not in left_alone
@@ -130,7 +131,7 @@ class HookRunner:
             and any(is_below(path, hook.path) for hook in hooks)
         ]
         if hooks or stagings or interpreted or self._refreshes:
-            self._run(stagings, swaps, hooks, self.live.by_path, None)
+            self._run(stagings, scopes, hooks, self.live.by_path, None)
 
     @contextmanager
     def loading(self) -> Iterator[None]:
@@ -157,26 +158,73 @@ class HookRunner:
     def _run(
         self,
         stagings: Sequence[Staging],
+        scopes: Sequence[list[Scope]],
+        hooks: Sequence[Hook],
+        before: Mapping[str, LiveSlot],
+        paths: Iterable[str] | None,
+    ) -> None:
+        """Runs hooks and settles; once more if it shows that they did not find the model as a first load finds it.
+
+        A hook that only reads a buffer must find its live value; one that scales it in place must find the recorded
+        one, else every reload would scale it again. A count goes on, but a hook that does nothing because of it must
+        find it as recorded. Which it is shows when it runs, and is remembered.
+        """
+        state = state_of(self.model)
+        swaps = self._swaps(scopes)
+        suspects = self._suspects([*(staging.swap for staging in stagings), *swaps])
+        undo = _Undo(self.model, stagings) if suspects else None
+        try:
+            self._attempt(stagings, swaps, hooks, before, paths, suspects, undo)
+        except _Again as found:
+            state.compounding |= found.compounding
+            state.latched_by_counter |= found.latched
+            if undo is not None:
+                undo.restore()
+            self._guards.forget(hooks)
+            stagings = (
+                undo.staged_again() if undo is not None else [staging.again(staging.tensors) for staging in stagings]
+            )
+            self._attempt(stagings, self._swaps(scopes), hooks, before, paths, set(), None)
+        state.harmless |= suspects - state.compounding
+        self.ran.extend(hook.name for hook in hooks if self._guards.has_run(hook))
+
+    def _swaps(self, scopes: Sequence[list[Scope]]) -> list[Swap]:
+        state = state_of(self.model)
+        return [Swap(own, new=state.compounding, counters=state.latched_by_counter) for own in scopes]
+
+    def _attempt(
+        self,
+        stagings: Sequence[Staging],
         swaps: Sequence[Swap],
         hooks: Sequence[Hook],
         before: Mapping[str, LiveSlot],
         paths: Iterable[str] | None,
+        suspects: set[str],
+        undo: _Undo | None,
     ) -> None:
         made = {path: tensor for staging in stagings for path, tensor in staging.tensors.items()}
         starts = {path: tensor.clone() for path, tensor in made.items() if path not in self.loaded}
         installed: list[Staging | Swap] = []
         parts: list[Staging | Swap] = [*stagings, *swaps]
+        all_swaps = [*(staging.swap for staging in stagings), *swaps]
         try:
             for part in parts:
                 installed.append(part)
                 part.install()
-            all_swaps = [*(staging.swap for staging in stagings), *swaps]
             unsent = self._unsent(made)
-            log, assigned = self._call(hooks, self._refreshes if paths is None else [], made, unsent, all_swaps)
+            log, assigned = self._call(
+                hooks, self._refreshes if paths is None else [], index_of(made), unsent, all_swaps, undo
+            )
             self._refuse_processed_twice(unsent, log)
+            slots = None if paths is None else [s for path in paths for s in walk_module(self.modules[path], path)]
+            self._look_again(suspects, log, walk(self.model) if slots is None else slots)
+            if hooks and not state_of(self.model).latched_by_counter:
+                self._look_for_latch(all_swaps, log, assigned)
 
             def is_new_value(path: str, tensor: torch.Tensor) -> bool:
-                return path in self.loaded or path in log.written_staged or not _equal_bytes(tensor, starts.get(path))
+                start = starts.get(path)
+                unchanged = start is not None and equal_bytes(tensor, start)
+                return path in self.loaded or path in log.written_staged or not unchanged
 
             for swap in all_swaps:
                 keep_untouched(swap, assigned, is_new_value)
@@ -191,21 +239,24 @@ class HookRunner:
         self,
         hooks: Sequence[Hook],
         refreshes: Iterable[Callable[[], object]],
-        made: Mapping[str, torch.Tensor],
-        unsent: Mapping[str, _Unsent],
+        staged: Index,
+        unsent: Mapping[str, Unsent],
         swaps: Sequence[Swap],
+        undo: _Undo | None,
     ) -> tuple[TensorLog, dict[int, set[str]]]:
         """Runs the hooks under observation."""
 
         def before_live_write(path: str, tensor: torch.Tensor) -> None:
             if path in unsent:
                 unsent[path].keep(tensor)
-            else:
-                self.about_to_write(tensor)
+                return
+            if undo is not None:
+                undo.keep(tensor)
+            self.about_to_write(tensor)
 
         holders = [hook.module for hook in hooks] + [holder for swap in swaps for holder in swap.changed_holders()]
         dtype = activation_dtype(self.model)
-        log = TensorLog(self._live_index, index_of(made), before_live_write)
+        log = TensorLog(self._live_index, staged, before_live_write)
         with self.loading(), log, assignments(holders) as assigned:
             self._guards.allow(hooks)
             for hook in hooks:
@@ -216,15 +267,36 @@ class HookRunner:
                     raise
             for refresh in refreshes:
                 refresh()
-        self.ran.extend(hook.name for hook in hooks if self._guards.has_run(hook))
         return log, assigned
 
-    def _unsent(self, made: Mapping[str, torch.Tensor]) -> dict[str, _Unsent]:
+    def _unsent(self, made: Mapping[str, torch.Tensor]) -> dict[str, Unsent]:
         """Parameters of which not all is loaded, as they stand before the hooks."""
         paths = self._partial.unsent() if self._partial is not None else ()
-        return {path: _Unsent(made.get(path), self.live.by_path.get(path)) for path in paths}
+        return {path: Unsent(made.get(path), self.live.by_path.get(path)) for path in paths}
 
-    def _refuse_processed_twice(self, unsent: Mapping[str, _Unsent], log: TensorLog) -> None:
+    def _suspects(self, swaps: Sequence[Swap]) -> set[str]:
+        """Paths of tensors that are not loaded nor as recorded, of which it is not known what hooks do to them."""
+        state = state_of(self.model)
+        return {
+            path
+            for swap in swaps
+            for path, (recorded, live) in swap.kept().items()
+            if path not in self.loaded and path not in state.harmless and not recorded.holds_start(live)
+        }
+
+    def _look_again(self, suspects: set[str], log: TensorLog, slots: Sequence[Slot]) -> None:
+        now = {slot.path: slot.tensor for slot in slots} if suspects else {}
+        read = suspects & log.read
+        rebound = {path for path in read if now.get(path) is not self.live.by_path[path].slot.tensor}
+        if found := (suspects & log.read_then_written) | rebound:
+            raise _Again(compounding=found)
+
+    def _look_for_latch(self, swaps: Sequence[Swap], log: TensorLog, assigned: Mapping[int, set[str]]) -> None:
+        is_idle = not (log.written_live or log.written_staged or any(assigned.values()))
+        if is_idle and any(swap.kept_counters for swap in swaps) and all(swap.is_untouched() for swap in swaps):
+            raise _Again(latched=True)
+
+    def _refuse_processed_twice(self, unsent: Mapping[str, Unsent], log: TensorLog) -> None:
         """Refuses a hook that changed parameters which hold its own earlier results."""
         now = {slot.path: slot.tensor for slot in walk(self.model)} if unsent else {}
         changed = [path for path, was in unsent.items() if path in log.written_staged or was.differs(now.get(path))]
@@ -233,37 +305,37 @@ class HookRunner:
         if changed:
             raise LayoutError(
                 f"{len(changed)} parameters were not (wholly) sent, hold processed values, and a post-load hook "
-                "processed "
-                f"them again: {shown(changed)}; send them too, or declare supports_direct_reload = True if the "
-                "hook may "
-                "run over its own results. They are unchanged",
+                f"processed them again: {shown(changed)}; send them too, or declare supports_direct_reload = "
+                "True if the "
+                "hook may run over its own results. They are unchanged",
                 names=changed,
             )
 
 
-class _Unsent:
-    """A parameter that no hook may change in this session."""
+class _Again(Exception):  # a finding that makes `_run` try once more, not an error
+    """The hooks did not find the model as a first load would find it."""
 
-    def __init__(self, staged: torch.Tensor | None, live: LiveSlot | None) -> None:
-        self._tensor = staged if staged is not None else live.slot.tensor if live is not None else None
-        self._address = address(self._tensor) if self._tensor is not None else None
-        self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []
-
-    def keep(self, tensor: torch.Tensor) -> None:
-        """Called before live bytes are written."""
-        self._kept.append((tensor, tensor.clone()))
-
-    def undo(self) -> None:
-        """Puts live bytes back."""
-        for tensor, old in self._kept:
-            tensor.copy_(old)
-
-    def differs(self, now: torch.Tensor | None) -> bool:
-        """Whether the hooks wrote live bytes, or put another tensor or storage there."""
-        return bool(self._kept) or now is not self._tensor or (now is not None and address(now) != self._address)
+    def __init__(self, compounding: Collection[str] = (), *, latched: bool = False) -> None:
+        super().__init__(shown(sorted(compounding)))
+        self.compounding = set(compounding)
+        self.latched = latched
 
 
-def _equal_bytes(left: torch.Tensor, right: torch.Tensor | None) -> bool:
-    if right is None or left.shape != right.shape or left.dtype != right.dtype:
-        return False
-    return torch.equal(*(t.detach().contiguous().view(-1).view(torch.uint8) for t in (left, right)))
+class _Undo:
+    """What it takes to run hooks a second time: Python state, staged values, live bytes before they were written."""
+
+    def __init__(self, model: torch.nn.Module, stagings: Sequence[Staging]) -> None:
+        self._python = PythonState.capture(model)
+        self._stagings = [(staging, {p: t.clone() for p, t in staging.tensors.items()}) for staging in stagings]
+        self._live: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def keep(self, live: torch.Tensor) -> None:
+        self._live.append((live, live.clone()))
+
+    def restore(self) -> None:
+        self._python.restore()
+        for live, old in reversed(self._live):
+            live.copy_(old)
+
+    def staged_again(self) -> list[Staging]:
+        return [staging.again(values) for staging, values in self._stagings]

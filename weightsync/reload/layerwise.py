@@ -127,6 +127,8 @@ class Staging:
     ) -> None:
         self.unit = unit
         self._model = model
+        self._parameters = parameters
+        self._written = written
         modules, records = modules_of(model), state_of(model).records
         scopes: list[Scope] = []
         for path in unit.modules:
@@ -140,11 +142,19 @@ class Staging:
             if hook.path not in staged and hook.module in records:
                 staged.add(hook.path)
                 scopes.extend(records[hook.module].scopes[1:])
-        self.swap = Swap(scopes, new=written)
+        state = state_of(model)
+        self.swap = Swap(scopes, new={*written, *state.compounding}, counters=state.latched_by_counter)
         self.tensors = self.swap.made()
         self._deep = self._stage_deep(path for path in written if path not in self.tensors)
         storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in self._all()}
         self.num_bytes = sum(storages.values())
+
+    def again(self, loaded: Mapping[str, torch.Tensor]) -> Staging:
+        """A fresh staged copy of the same unit that holds the same loaded values."""
+        staging = Staging(self._model, self.unit, self._parameters, self._written)
+        for path, value in loaded.items():
+            staging.tensors[path].copy_(value)
+        return staging
 
     @contextmanager
     def installed(self) -> Iterator[None]:

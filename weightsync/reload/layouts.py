@@ -110,6 +110,9 @@ def record_layouts(model: torch.nn.Module) -> None:
             elif is_helper(found.value):
                 records[owner].append(scope_of(found.value, "attributes", found.path, layouts))
         state.records = {module: ModuleRecord(tuple(scopes)) for module, scopes in records.items()}
+        state.compounding.clear()
+        state.harmless.clear()
+        state.latched_by_counter = False
 
 
 def module_modes(model: torch.nn.Module, mode: Mode) -> dict[str, ModuleMode]:
@@ -175,6 +178,7 @@ def checkpoint_layout(model: torch.nn.Module, mode: Mode) -> Iterator[None]:
     swap = Swap(
         [scope for path, m in modes.items() if m.from_record for scope in records[modules[path]].scopes],
         placeholder=True,
+        counters=state_of(model).latched_by_counter,
     )
     swap.install()
     try:

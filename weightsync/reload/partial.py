@@ -17,7 +17,7 @@ import torch
 
 from weightsync.errors import LayoutError, shown
 from weightsync.plan.plan import ReloadPlan
-from weightsync.reload.audit import LiveTensors
+from weightsync.reload.audit import LiveSlot, LiveTensors, address
 from weightsync.reload.direct import Entry
 from weightsync.reload.layerwise import Staging
 from weightsync.reload.layouts import ModuleMode, ModuleRecord
@@ -120,3 +120,30 @@ def _written(entry: Entry, plan: ReloadPlan) -> Iterable[tuple[str, float]]:
     for write in entry.plan.writes:
         destination = plan.destinations[write.destination]
         yield from ((path, float(write.dest.num_bytes)) for path in (destination.path, *destination.aliases))
+
+
+class Unsent:
+    """A parameter that no hook may change in this session, since it holds an earlier hook's result.
+
+    Args:
+        staged: Its staged tensor, if it is staged.
+        live: Its live place.
+    """
+
+    def __init__(self, staged: torch.Tensor | None, live: LiveSlot | None) -> None:
+        self._tensor = staged if staged is not None else live.slot.tensor if live is not None else None
+        self._address = address(self._tensor) if self._tensor is not None else None
+        self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def keep(self, tensor: torch.Tensor) -> None:
+        """Called before live bytes are written."""
+        self._kept.append((tensor, tensor.clone()))
+
+    def undo(self) -> None:
+        """Puts live bytes back."""
+        for tensor, old in self._kept:
+            tensor.copy_(old)
+
+    def differs(self, now: torch.Tensor | None) -> bool:
+        """Whether the hooks wrote live bytes, or put another tensor or storage there."""
+        return bool(self._kept) or now is not self._tensor or (now is not None and address(now) != self._address)

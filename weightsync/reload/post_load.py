@@ -148,6 +148,10 @@ class HookGuards:
         """Lets these hooks run from now on."""
         self._allowed.update(_key(hook.owner, hook.module) for hook in hooks)
 
+    def forget(self, hooks: Iterable[Hook]) -> None:
+        """Lets these hooks run once more, after what they did was undone."""
+        self._done.difference_update(_key(hook.owner, hook.module) for hook in hooks)
+
     def has_run(self, hook: Hook) -> bool:
         """Whether the hook ran under this guard."""
         return _key(hook.owner, hook.module) in self._done

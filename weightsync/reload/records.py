@@ -84,6 +84,12 @@ class TensorLayout:
         tensor.__dict__.update(self.attributes)
         return tensor
 
+    def holds_start(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor has the recorded start value, or that is not known."""
+        if self.block.start is None and self.block.pattern is None:
+            return True
+        return equal_bytes(self.view(self.block.allocate(None)), tensor)
+
     def fits(self, tensor: torch.Tensor) -> bool:
         """Whether a live tensor has this layout and its loaders' attributes."""
         return same_layout(self, tensor) and type(tensor) is self.cls and self.attributes.keys() == vars(tensor).keys()
@@ -97,6 +103,14 @@ def same_layout(left: torch.Tensor | TensorLayout, right: torch.Tensor | TensorL
     return 0 in left.shape or all(
         size == 1 or a == b for size, a, b in zip(left.shape, strides[0], strides[1], strict=True)
     )
+
+
+def equal_bytes(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Whether two tensors have equal shape, dtype and bits; NaN equals itself here."""
+    if left.shape != right.shape or left.dtype != right.dtype:
+        return False
+    first, second = (t.detach().contiguous().view(-1).view(torch.uint8) for t in (left, right))
+    return torch.equal(first, second.to(first.device))
 
 
 def layouts_of(tensors: Iterable[torch.Tensor], *, alias: bool = False) -> dict[int, TensorLayout]:

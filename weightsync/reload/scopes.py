@@ -93,7 +93,7 @@ def is_helper(value: Any) -> bool:
     """Whether a holder that `reachable` found is an engine's own object, with attributes that a hook may set."""
     if isinstance(value, (torch.Tensor, torch.nn.Module, *reachable._CONTAINERS, *reachable._CALLABLES)):
         return False
-    return bool(reachable._attributes(value))
+    return hasattr(value, "__dict__") or bool(reachable._attributes(value))
 
 
 class Swap:
@@ -107,15 +107,27 @@ class Swap:
         placeholder: Keep even parameters that are live as recorded, and make the others on the meta device; nothing
             may be written while installed.
         new: Paths of further tensors that have to be new.
+        counters: Whether to put back numbers and lists of plain values too. Otherwise they are left as they are: a
+            latch is a flag, a None, or something that is not there yet, while a count or a log is meant to go on.
 
     Attributes:
         scopes: What to swap.
+        kept_counters: Whether a number or list was left that is not as recorded.
         live: What each scope held before.
         start: What each scope holds when first installed.
     """
 
-    def __init__(self, scopes: list[Scope], *, placeholder: bool = False, new: Collection[str] = ()) -> None:
+    def __init__(
+        self,
+        scopes: list[Scope],
+        *,
+        placeholder: bool = False,
+        new: Collection[str] = (),
+        counters: bool = False,
+    ) -> None:
         self.scopes = scopes
+        self.kept_counters = False
+        self._resets_counters = counters
         self.live = [scope.read() for scope in scopes]
         self._placeholder = placeholder
         self._new_blocks = self._find_new_blocks(new)
@@ -152,6 +164,23 @@ class Swap:
             for scope, start, live in zip(self.scopes, self.start, self.live, strict=True)
             if scope.registry == "attributes" and any(live.get(k, ABSENT) is not v for k, v in start.items())
         ]
+
+    def is_untouched(self) -> bool:
+        """Whether every name still holds what was installed."""
+        return all(
+            now.keys() == start.keys()
+            and all(now[name] is value and not self.is_changed(value) for name, value in start.items())
+            for now, start in zip((scope.read() for scope in self.scopes), self.start, strict=True)
+        )
+
+    def kept(self) -> dict[str, tuple[TensorLayout, torch.Tensor]]:
+        """Recorded tensors that are the live ones still, with what was recorded, by path."""
+        return {
+            scope.path_of(name): (recorded, values[name])
+            for scope, values, live in zip(self.scopes, self.start, self.live, strict=True)
+            for name, recorded in scope.values.items()
+            if isinstance(recorded, TensorLayout) and values[name] is live.get(name, ABSENT)
+        }
 
     def made(self) -> dict[str, torch.Tensor]:
         """Tensors that are not the live ones, by the path of the name that holds them."""
@@ -192,6 +221,9 @@ class Swap:
     def _build(self, value: Any, live: Any) -> Any:
         if isinstance(value, TensorLayout):
             return self._made[id(value)] if id(value.block) in self._new_blocks else live
+        if not self._resets_counters and _is_counter(value) and _is_counter(live):
+            self.kept_counters |= not _same_plain(value, live)
+            return live
         if not isinstance(value, Container):
             return live if _same_plain(value, live) else value
         matching = _matching(value, live)
@@ -257,6 +289,15 @@ def _contents(value: Any, depth: int = 0) -> list[Any]:
 
 def _same_items(left: list[Any], right: list[Any]) -> bool:
     return len(left) == len(right) and all(a is b for a, b in zip(left, right, strict=True))
+
+
+def _is_counter(value: Any) -> bool:
+    """A number, or a list of plain values, recorded or live."""
+    if isinstance(value, Container):
+        return value.cls is list and all(isinstance(item, _PLAIN) for item in value.items)
+    if isinstance(value, list):
+        return all(isinstance(item, _PLAIN) for item in value)
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _same_plain(left: Any, right: Any) -> bool:

@@ -39,6 +39,10 @@ class ModelState:
         records: Layout of each module before its first post-load hook, from `record_layouts`.
         last_manifest: Manifest of the last finished session, so that the next one need not be told.
         bound: The last plan bound to live tensors, reused while plan and addresses stay the same.
+        compounding: Paths of tensors that are not loaded and that hooks were seen to process in place; hooks find their
+            recorded value.
+        harmless: Paths of tensors that are not loaded, not as recorded, and that hooks were seen not to process.
+        latched_by_counter: Whether a hook was seen to do nothing because of a number or list that an earlier run left.
         torn_by: What tore the model, for messages.
         gate: Handles of the forward pre-hook that refuses to serve.
     """
@@ -51,6 +55,9 @@ class ModelState:
     records: dict[torch.nn.Module, ModuleRecord] = field(default_factory=dict)
     last_manifest: Manifest | None = None
     bound: BoundPlan | None = None
+    compounding: set[str] = field(default_factory=set)
+    harmless: set[str] = field(default_factory=set)
+    latched_by_counter: bool = False
     torn_by: str = ""
     gate: list[Any] = field(default_factory=list)
 

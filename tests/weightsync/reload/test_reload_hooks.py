@@ -351,3 +351,17 @@ def test_a_session_on_the_target_does_not_touch_a_frozen_draft():
     with pytest.raises(ReloadError, match="open"):
         start_reload(target) and start_reload(target)
     assert reload_state(draft) == "live"
+
+
+@both_modes
+def test_counts_and_logs_that_a_hook_keeps_go_on(mode):
+    def hook(layer):
+        layer.num_runs += 1
+        layer.log.append(float(layer.w.data[0]))
+
+    model = Net(l=Layer(hook, w=zeros(2)))
+    model.l.num_runs, model.l.log = 0, []
+    cold(model, {"l.w": full(1, 2)})
+    for value in (2, 3):
+        push(model, {"l.w": full(value, 2)}, mode)
+    assert (model.l.num_runs, model.l.log) == (3, [1.0, 2.0, 3.0])
