@@ -24,7 +24,7 @@ from megamoe_adapter.bank import Bank
 from megamoe_adapter.formats import Format
 from megamoe_adapter.layout import check_shapes
 from megamoe_adapter.placement import Placement
-from megamoe_adapter.reference import ExpertWeights, Numerics, over_group, routed_experts, shared_expert
+from megamoe_adapter.reference import SM90_L2_GROUP, ExpertWeights, Numerics, over_group, routed_experts, shared_expert
 from megamoe_adapter.shared_experts import SharedExpert, decide_shared
 from megamoe_adapter.weights import MegaMoEWeights, log_once
 
@@ -191,9 +191,22 @@ class MegaMoEExperts(MegaMoEWeights):
 
         return kernel.run(self, x, topk_ids, topk_weights)
 
+    def _l2_group(self, x: torch.Tensor) -> int:
+        """Columns per scale between the GEMMs: as the installed Hopper kernel has it, so that the two can be compared."""
+        if self.bank.format.arch == "sm90" and x.is_cuda:
+            from megamoe_adapter.kernel import build_for, sm90_l2_group
+
+            build = build_for(self.bank.format.name)
+            if build is not None:
+                return sm90_l2_group(build)
+        return SM90_L2_GROUP
+
     def _run_reference(self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:
         numerics = Numerics.of(
-            self.bank.format, precision=self.precision, l2_activation_scale=self.l2_activation_scale_value
+            self.bank.format,
+            precision=self.precision,
+            l2_group=self._l2_group(x),
+            l2_activation_scale=self.l2_activation_scale_value,
         )
 
         def local(x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:

@@ -123,7 +123,7 @@ class Format:
 
 
 _UE8M0_1X32 = ScaleFormat(torch.float8_e8m0fnu, (1, 32), ScaleStorage.PACKED)
-_SM100_ACTIVATIONS = ("swiglu", "situ")
+_MX_ACTIVATIONS = ("swiglu", "situ")
 
 FORMATS: dict[str, Format] = {
     row.name: row
@@ -132,26 +132,26 @@ FORMATS: dict[str, Format] = {
             name="sm100_mxfp4", arch="sm100", kernel="fp8_fp4_mega_moe", mma_type="fp8xfp4",
             weight_dtype=torch.int8, values_per_element=2, scale=_UE8M0_1X32, has_global_scales=False,
             recipe=(1, 1, 32), input_dtype="e4m3+ue8m0_1x32", shared_precisions=("sm100_mxfp8",),
-            activations=_SM100_ACTIVATIONS, limits=SM100_LIMITS,
+            activations=_MX_ACTIVATIONS, limits=SM100_LIMITS,
         ),
         Format(
             name="sm100_mxfp8", arch="sm100", kernel="fp8_fp4_mega_moe", mma_type="fp8xfp8",
             weight_dtype=torch.float8_e4m3fn, values_per_element=1, scale=_UE8M0_1X32, has_global_scales=False,
             recipe=(1, 1, 32), input_dtype="e4m3+ue8m0_1x32", shared_precisions=("sm100_mxfp8",),
-            activations=_SM100_ACTIVATIONS, limits=SM100_LIMITS,
+            activations=_MX_ACTIVATIONS, limits=SM100_LIMITS,
         ),
         Format(
             name="sm100_bf16", arch="sm100", kernel="bf16_mega_moe", mma_type="bf16xbf16",
             weight_dtype=torch.bfloat16, values_per_element=1, scale=None, has_global_scales=False,
             recipe=None, input_dtype="bf16", shared_precisions=("sm100_bf16",),
-            activations=_SM100_ACTIVATIONS, limits=SM100_LIMITS,
+            activations=("swiglu",), limits=SM100_LIMITS,
         ),
         Format(
             name="sm100_nvfp4", arch="sm100", kernel="nvfp4_mega_moe", mma_type="nvfp4",
             weight_dtype=torch.int8, values_per_element=2,
             scale=ScaleFormat(torch.float8_e4m3fn, (1, 16), ScaleStorage.PACKED), has_global_scales=True,
             recipe=(1, 1, 16), input_dtype="e2m1+e4m3_1x16", shared_precisions=("sm100_mxfp8", "sm100_bf16"),
-            activations=_SM100_ACTIVATIONS, limits=SM100_LIMITS,
+            activations=("swiglu",), limits=SM100_LIMITS,
         ),
         Format(
             name="sm90_fp8", arch="sm90", kernel="fp8_mega_moe", mma_type="fp8xfp8",

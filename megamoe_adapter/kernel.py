@@ -111,9 +111,10 @@ def find_builds() -> tuple[tuple[Build, ...], tuple[str, ...]]:
     return tuple(builds), tuple(failures)
 
 
-def build_for(fmt: Format) -> Build | None:
-    """The first build that has a format's kernel."""
-    return next((build for build in find_builds()[0] if not build.missing(fmt)), None)
+@functools.cache
+def build_for(fmt_name: str) -> Build | None:
+    """The first build that has the kernel of a format (a key of `FORMATS`); looked for once."""
+    return next((build for build in find_builds()[0] if not build.missing(FORMATS[fmt_name])), None)
 
 
 @functools.cache
@@ -135,7 +136,7 @@ def support(fmt_name: str, device: torch.device) -> Support:
             f"{fmt_name} needs an {fmt.arch.upper()} GPU, this one is SM{major}{minor}; "
             f"formats for it: {', '.join(fitting) or 'none'}",
         )
-    if build_for(fmt) is not None:
+    if build_for(fmt_name) is not None:
         return Support(True)
     builds, failures = find_builds()
     found = [f"{b.module.__name__} ({b.flavour} {b.version}) lacks {', '.join(b.missing(fmt))}" for b in builds]
@@ -148,7 +149,7 @@ def fusing_refusal(fmt_name: str) -> str | None:
     fmt = FORMATS[fmt_name]
     if not torch.cuda.is_available():
         return None
-    build = build_for(fmt)
+    build = build_for(fmt_name)
     if build is None:
         return None
     api = _parameters(build.buffer_entry(fmt)) | _parameters(getattr(build.module, fmt.kernel))
@@ -281,7 +282,7 @@ def run(experts: MegaMoEExperts, x: torch.Tensor, topk_ids: torch.Tensor, topk_w
         ValueError: The build does not take the layer's shapes.
     """
     fmt = experts.bank.format
-    build = build_for(fmt)
+    build = build_for(fmt.name)
     if build is None:
         raise RuntimeError(f"{experts.prefix}: {support(fmt.name, x.device).reason}")
     group = _group_of(experts)

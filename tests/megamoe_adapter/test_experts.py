@@ -426,8 +426,10 @@ def test_names_and_shards_that_do_not_exist_are_refused():
 
 
 def test_what_a_kernel_cannot_do_is_refused_when_built():
-    with pytest.raises(NotImplementedError, match="not 'situ'"):
-        build("sm90_fp8", "block_fp8", activation=MegaMoEActivation("situ"))
+    for fmt, source in (("sm90_fp8", "block_fp8"), ("sm100_bf16", "bf16"), ("sm100_nvfp4", "nvfp4_modelopt")):
+        with pytest.raises(NotImplementedError, match="not 'situ'"):
+            build(fmt, source, activation=MegaMoEActivation("situ"))
+    build("sm100_mxfp4", "mxfp4_ct", activation=MegaMoEActivation("situ"))
     with pytest.raises(NotImplementedError, match="no activation alpha or beta"):
         build("sm90_fp8", "block_fp8", activation=MegaMoEActivation(alpha=1.7))
     with pytest.raises(NotImplementedError, match="lossy"):

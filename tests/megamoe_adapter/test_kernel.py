@@ -23,11 +23,15 @@ CPU = torch.device("cpu")
 CUDA = torch.device("cuda", 0)
 
 
+def forget_builds():
+    for cached in (find_builds, build_for, support):
+        cached.cache_clear()
+
+
 @pytest.fixture(autouse=True)
 def fresh_seam():
     def clear():
-        find_builds.cache_clear()
-        support.cache_clear()
+        forget_builds()
         kernel._buffers.clear()
         kernel._met.clear()
 
@@ -46,8 +50,7 @@ def install(monkeypatch):
             if module is not None and name.startswith("vllm"):
                 monkeypatch.setitem(sys.modules, "vllm", types.ModuleType("vllm"))
                 monkeypatch.setitem(sys.modules, "vllm.third_party", types.ModuleType("vllm.third_party"))
-        find_builds.cache_clear()
-        support.cache_clear()
+        forget_builds()
 
     put()
     return put
@@ -85,7 +88,7 @@ def test_nothing_installed_says_what_to_install(install, gpu):
         "pip install 'sgl-deep-gemm==0.1.4' 'apache-tvm-ffi==0.1.11' (with torch 2.11 and nvcc >= 12.9)"
     )
     gpu(10)
-    support.cache_clear()
+    forget_builds()
     assert "pip install 'vllm>=0.33'" in support("sm100_nvfp4", CUDA).reason
 
 
@@ -108,15 +111,15 @@ def test_a_gpu_of_another_family_names_the_formats_for_it(install, gpu):
     refusal = support("sm100_mxfp8", CUDA)
     assert refusal.reason == "sm100_mxfp8 needs an SM100 GPU, this one is SM90; formats for it: sm90_fp8"
     gpu(12)
-    support.cache_clear()
+    forget_builds()
     assert "this one is SM120; formats for it: none" in support("sm90_fp8", CUDA).reason
 
 
 def test_each_format_takes_the_first_build_that_has_its_kernel(install):
     sgl, vendored = sgl_sm90(), vendored_sm100()
     install(deep_gemm=sgl, vendored=vendored)
-    assert build_for(FORMATS["sm90_fp8"]).module is sgl
-    assert build_for(FORMATS["sm100_nvfp4"]).module is vendored
+    assert build_for("sm90_fp8").module is sgl
+    assert build_for("sm100_nvfp4").module is vendored
     assert [build.flavour for build in find_builds()[0]] == ["upstream", "vllm"]
 
 
@@ -128,7 +131,7 @@ def test_sgls_build_is_told_from_upstream_by_its_distribution(install, monkeypat
     assert (build.flavour, build.version) == ("sgl", "0.1.4")
     assert kernel.sm90_l2_group(build) == 64
     versions["sgl-deep-gemm"] = "0.2.5"
-    find_builds.cache_clear()
+    forget_builds()
     assert kernel.sm90_l2_group(find_builds()[0][0]) == 128
 
 
@@ -152,15 +155,14 @@ def test_a_build_that_does_not_import_is_reported_not_hidden(install, gpu, monke
         raise ModuleNotFoundError(f"No module named {name!r}", name="vllm")
 
     monkeypatch.setattr(kernel.importlib, "import_module", import_module)
-    find_builds.cache_clear()
+    forget_builds()
     assert "deep_gemm: OSError: libc10_cuda.so: undefined symbol" in support("sm90_fp8", CUDA).reason
 
     def half_installed(name):
         raise ModuleNotFoundError("No module named 'tvm_ffi'", name="tvm_ffi")
 
     monkeypatch.setattr(kernel.importlib, "import_module", half_installed)
-    find_builds.cache_clear()
-    support.cache_clear()
+    forget_builds()
     assert "deep_gemm: No module named 'tvm_ffi'" in support("sm90_fp8", CUDA).reason
 
 
@@ -323,7 +325,8 @@ def test_the_fused_hopper_kernel_agrees_with_the_reference():
     if not support("sm90_fp8", CUDA).ok:
         pytest.skip(support("sm90_fp8", CUDA).reason)
     torch.cuda.set_device(0)
-    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=CUDA)
+    store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True, wait_for_workers=False)
+    dist.init_process_group("nccl", store=store, rank=0, world_size=1, device_id=CUDA)
     try:
         data = Checkpoint("block_fp8", 1024, 512, range(8))
         make = {"fmt": "sm90_fp8", "source": "block_fp8", "device": CUDA, "max_num_tokens": 256}
