@@ -97,7 +97,19 @@ def check_sources_can_be_exchanged(device: str, backend: Backend) -> None:
 
 def digest_samples() -> list[torch.Tensor]:
     """Sizes around every edge of the digest, layouts, dtypes, alignments."""
-    sizes = [0, 1, 3, 4, 5, 4096, BLOCK_BYTES - 1, BLOCK_BYTES, BLOCK_BYTES + 4, 9 * BLOCK_BYTES, 9 * BLOCK_BYTES + 7]
+    sizes = [
+        0,
+        1,
+        3,
+        4,
+        5,
+        4096,
+        BLOCK_BYTES - 1,
+        BLOCK_BYTES,
+        BLOCK_BYTES + 4,
+        9 * BLOCK_BYTES + 7,
+        35 * BLOCK_BYTES + 8,
+    ]
     samples = [random_bytes(size, size) for size in sizes]
     samples += [random_bytes(3 * BLOCK_BYTES + shift, shift)[shift:] for shift in (1, 2, 4, 8)]
     matrix = random_bytes(4 * 130 * 70, 9).view(torch.float32).view(130, 70)

@@ -173,3 +173,13 @@ def test_the_gpu_gives_the_value_of_the_cpu():
 def test_the_gpu_without_triton_gives_the_value_of_the_cpu():
     samples = digest_samples()
     assert digest_many([sample.cuda() for sample in samples], backend="torch") == digest_many(samples)
+
+
+@pytest.mark.gpu
+def test_aligned_contiguous_tensors_are_read_in_place():
+    tensor = random_bytes(16 << 20, 1).cuda()
+    digest(tensor)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    digest(tensor)
+    assert torch.cuda.max_memory_allocated() - before < 1 << 20

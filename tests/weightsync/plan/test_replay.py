@@ -121,18 +121,23 @@ def test_the_interleaved_expert_comes_out_in_kernel_order():
 
 def test_a_name_may_come_in_another_shape_or_dtype_of_the_same_bytes():
     writes, live, wires = one_expert()
-    replay = Replay(writes, {0: live})
+    plain = torch.zeros(64, dtype=torch.uint8)
+    wires["w2"] = torch.arange(64, 128, dtype=torch.uint8).view(16, 4)
+    writes.append(Write("w2", 1, Region.of(plain), Region.of(torch.zeros(64, dtype=torch.uint8))))
+    replay = Replay(writes, {0: live, 1: plain})
     replay.copy_tensors(list(wires.items()))
     expected = live.view(torch.uint8).clone()
     for shape, dtype in (
         ((64,), torch.uint8),
-        ((4, 16), torch.float8_e4m3fn),
+        ((64,), torch.float8_e4m3fn),
         ((8, 1), torch.float64),
-        ((16,), torch.float32),
+        ((1, 8), torch.float64),
     ):
         live.view(torch.uint8).zero_()
+        plain.zero_()
         replay.copy_tensors([(name, wire.view(-1).view(dtype).view(shape)) for name, wire in wires.items()])
         assert torch.equal(live.view(torch.uint8), expected), (shape, dtype)
+        assert plain.tolist() == list(range(64, 128)), (shape, dtype)
 
 
 def test_bucket_plans_of_every_size_agree():
