@@ -192,7 +192,7 @@ class MegaMoEExperts(MegaMoEWeights):
         return kernel.run(self, x, topk_ids, topk_weights)
 
     def _l2_group(self, x: torch.Tensor) -> int:
-        """Columns per scale between the GEMMs: as the installed Hopper kernel has it, so that the two can be compared."""
+        """Columns per scale between the GEMMs, as the installed Hopper kernel has them."""
         if self.bank.format.arch == "sm90" and x.is_cuda:
             from megamoe_adapter.kernel import build_for, sm90_l2_group
 
