@@ -112,6 +112,11 @@ OPAQUE = {
     ),
     "changed after the copy": (zeros(4, 3), (4, 3), lambda m, t: m.w.data.copy_(t).mul_(3), torch.float32),
     "source changed before": (zeros(4, 3), (4, 3), lambda m, t: m.w.data.copy_(t.add_(1)), torch.float32),
+    "source overwritten in part": (
+        zeros(4, 3), (4, 3), lambda m, t: (t[0].copy_(torch.ones(3)), m.w.data.copy_(t)), torch.float32,
+    ),
+    "source rows moved": (zeros(4, 3), (4, 3), lambda m, t: (t[0].copy_(t[1]), m.w.data.copy_(t)), torch.float32),
+    "source zeroed in part": (zeros(4, 3), (4, 3), lambda m, t: (t[0].zero_(), m.w.data.copy_(t)), torch.float32),
     "padding filled": (
         zeros(4, 3), (2, 3), lambda m, t: (m.w.data[:2].copy_(t), m.w.data[2:].fill_(7)), torch.float32,
     ),
