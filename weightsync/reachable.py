@@ -151,7 +151,7 @@ class PythonState:
         """Remembers everything that `walk` can reach in `model`; costs references, no tensor memory."""
         saved: dict[int, _Saved] = {}
         for found in _visit(model):
-            if id(found.value) not in saved:
+            if id(found.value) not in saved and type(found.value) not in _UNCHANGEABLE:
                 saved[id(found.value)] = _Saved(found.value)
         return cls(list(saved.values()))
 
@@ -165,20 +165,37 @@ def _slot(found: _Found) -> Slot:
     return Slot(found.path, found.module, found.kind, found.value)
 
 
-_surveys: weakref.WeakKeyDictionary[torch.nn.Module, Survey] = weakref.WeakKeyDictionary()
+# What the last walks over each model found, newest first: as it serves, and as a session that shadows its hooks has it.
+_surveys: weakref.WeakKeyDictionary[torch.nn.Module, list[Survey]] = weakref.WeakKeyDictionary()
+_NUM_SURVEYS = 4
+
+
+def python_state(model: torch.nn.Module) -> object | None:
+    """Stands for what hangs on `model` now: the same object at two moments if nothing changed between them.
+
+    Tensors count by identity, everything else by value. Whether a tensor's bytes or address changed is not seen. None
+    if something hangs on the model whose inside cannot be seen.
+    """
+    _visit(model)
+    surveys = _surveys.get(model)
+    return surveys[0].state if surveys else None
 
 
 def _visit(model: torch.nn.Module) -> list[_Found]:
-    """Holders once, tensors at every place; by the last survey where nothing has changed since."""
-    survey = _surveys.get(model)
-    found = None if survey is None else survey.revisit(model)
-    if found is None:
-        found = list(_visit_anew(model))
-        survey = Survey(model, found, _children, tuple(_TABLES))
-        if survey.is_complete:
-            _surveys[model] = survey
-        else:
-            _surveys.pop(model, None)
+    """Holders once, tensors at every place; by an earlier walk where nothing has changed since."""
+    surveys = _surveys.setdefault(model, [])
+    for index, survey in enumerate(surveys):
+        found = survey.revisit(model)
+        if found is not None:
+            surveys.insert(0, surveys.pop(index))
+            return found
+    found = list(_visit_anew(model))
+    survey = Survey(model, found, _children, tuple(_TABLES))
+    if survey.is_complete:
+        surveys.insert(0, survey)
+        del surveys[_NUM_SURVEYS:]
+    else:
+        surveys.clear()
     return found
 
 
@@ -364,8 +381,13 @@ def _assign(node: Any, step: _Step, value: Any, path: str) -> Any:
     return None
 
 
+_UNCHANGEABLE = (tuple, frozenset, types.MethodType, types.MappingProxyType)
+
+
 class _Saved:
     """What one object held, and how to put it back into the same object."""
+
+    __slots__ = ("attributes", "contents", "node")
 
     def __init__(self, node: Any) -> None:
         self.node = node
@@ -374,13 +396,13 @@ class _Saved:
 
     def restore(self) -> None:
         node = self.node
-        if not isinstance(node, types.MethodType):
-            for name in [name for name in _attributes(node) if name not in self.attributes]:
+        now = _attributes(node)
+        for name in now:
+            if name not in self.attributes:
                 object.__delattr__(node, name)
-            now = _attributes(node)
-            for name, value in self.attributes.items():
-                if name not in now or now[name] is not value:
-                    object.__setattr__(node, name, value)
+        for name, value in self.attributes.items():
+            if name not in now or now[name] is not value:
+                object.__setattr__(node, name, value)
         _put_contents(node, self.contents)
 
 
@@ -389,7 +411,8 @@ def _contents(node: Any) -> Any:
     if isinstance(node, torch.Tensor):
         return node.data, node.requires_grad
     if isinstance(node, torch.nn.Module):
-        return [(name, table := getattr(node, name), type(table)(table)) for name in (*_REGISTRIES, *_TABLES)]
+        own = node.__dict__
+        return [(name, table := own[name], table.copy() if table else None) for name in (*_REGISTRIES, *_TABLES)]
     if isinstance(node, dict):
         return dict(node)
     if isinstance(node, (list, collections.deque)):
@@ -413,12 +436,12 @@ def _put_contents(node: Any, contents: Any) -> None:
             node.requires_grad_(requires_grad)
     elif isinstance(node, torch.nn.Module):
         for name, table, items in contents:
-            if isinstance(table, set):
+            if isinstance(table, set) or not items:
                 table.clear()
-                table.update(items)
+                table.update(items or ())
             else:
                 _refill(table, items)
-            if getattr(node, name) is not table:
+            if node.__dict__.get(name) is not table:
                 object.__setattr__(node, name, table)
     elif isinstance(node, dict):
         _refill(node, contents)

@@ -15,11 +15,14 @@ are compared all the same, and a tensor also has to be the one that the weak ref
 from __future__ import annotations
 
 import collections
+import enum
+import functools
 import types
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 Raw = tuple[Any, Sequence[Any]]  # keys, and what hangs on the holder
@@ -66,10 +69,17 @@ class Survey:
         }
         self._holders: list[_Holder] = []
         self.is_complete = self._record(model, slots)
+        self._sees_all_values = not any(
+            _is_opaque(value) and id(value) not in slots
+            for holder in self._holders
+            for value in holder.read(self._reached[holder.slot])[1]
+        )
+        del self._reached
+        self._state: object = object()
 
     def _record(self, model: torch.nn.Module, slots: dict[int, int]) -> bool:
         """Visits everything found, parents first; False if something can't be reached by what holders give."""
-        reached: dict[int, Any] = {0: model}
+        reached = self._reached = {0: model}
         queue = [0]
         for slot in queue:
             node = reached[slot]
@@ -126,24 +136,44 @@ class Survey:
         make = self._make
         return [make(*entry, objects[slot]) for entry, slot in zip(self._found, self._slot_of_entry, strict=True)]
 
+    @property
+    def state(self) -> object | None:
+        """The same object as long as every number and string that hangs on the model stays the same, too.
+
+        None if something hangs there whose inside a survey cannot see, such as an array.
+        """
+        return self._state if self._sees_all_values else None
+
     def _fill(self, objects: list[Any]) -> bool:
         """Looks up every object from its holder; False as soon as something differs."""
-        for holder in self._holders:
+        for index, holder in enumerate(self._holders):
             keys, values = holder.read(objects[holder.slot])
             if keys != holder.keys or list(map(type, values)) != holder.kinds:
                 return False
-            if list(map(id, values)) != holder.identities and not _only_leaves_changed(holder, values):
-                return False
+            identities = list(map(id, values))
+            if identities != holder.identities:
+                if not _only_leaves_changed(holder, values):
+                    return False
+                self._holders[index] = holder._replace(identities=identities)
+                self._state = object()
             for position, slot in holder.gives:
                 objects[slot] = values[position]
         return True
 
 
-_LEAVES = frozenset({bool, int, float, complex, str, bytes})
+_LEAVES = (bool, int, float, complex, str, bytes)
 _SPECIAL = frozenset({"builtins", "functools", "collections", "types"})
 _HOLD_ITEMS = (dict, list, tuple, set, frozenset, collections.deque, collections.UserDict, collections.UserList)
 
 
+def _is_opaque(value: Any) -> bool:
+    """Whether a value that no walk enters may change inside."""
+    if isinstance(value, (*_LEAVES, type(None), type, types.ModuleType, torch.dtype, torch.device, enum.Enum)):
+        return False
+    return hasattr(value, "__dict__") or isinstance(value, np.ndarray)
+
+
+@functools.lru_cache(maxsize=4096)
 def _has_slots(kind: type) -> bool:
     return any(isinstance(value, types.MemberDescriptorType) for base in kind.__mro__ for value in vars(base).values())
 

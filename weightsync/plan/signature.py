@@ -18,14 +18,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from weightsync.reachable import walk
+from weightsync.reachable import python_state, walk
 
 # What every module has of itself, and what a loader has no business with.
 _COMMON = frozenset(torch.nn.Module().__dict__)
 _PLAIN = (bool, int, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Signature:
     """A state of a model; compare with `holds`."""
 
@@ -33,6 +33,7 @@ class Signature:
     _values: tuple[Any, ...]
     _looked_at: Mapping[str, torch.Tensor]
     _modes: tuple[Any, ...]
+    _python_state: object | None = None  # if it is still this one, plain values need not be looked at
 
     @classmethod
     def of(cls, model: torch.nn.Module, modes: Mapping[str, Any], live_reads: Iterable[str]) -> Signature:
@@ -46,12 +47,17 @@ class Signature:
         wanted = set(live_reads)
         tensors = {slot.path: slot.tensor for slot in walk(model) if slot.path in wanted} if wanted else {}
         copies = {path: tensor.detach().clone() for path, tensor in tensors.items()}
-        return cls(_layout_of(model), _values_of(model), copies, _modes_of(modes))
+        return cls(_layout_of(model), _values_of(model), copies, _modes_of(modes), python_state(model))
 
     def holds(self, model: torch.nn.Module, modes: Mapping[str, Any]) -> bool:
         """Whether the model is still in this state."""
-        if self._modes != _modes_of(modes) or self._layout != _layout_of(model) or self._values != _values_of(model):
+        if self._modes != _modes_of(modes) or self._layout != _layout_of(model):
             return False
+        state = python_state(model)
+        if state is None or state is not self._python_state:
+            if self._values != _values_of(model):
+                return False
+            self._python_state = state
         if not self._looked_at:
             return True
         now = {slot.path: slot.tensor for slot in walk(model) if slot.path in self._looked_at}
