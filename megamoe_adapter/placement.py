@@ -16,6 +16,7 @@ Use:
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 from weightsync.errors import shown
@@ -91,12 +92,17 @@ class Placement:
         """
         if not 0 <= expert < self.num_experts:
             raise ValueError(f"expert {expert} does not exist: there are {self.num_experts} logical experts")
-        return self._slots.get(expert, ())
+        return _slots_by_expert(self.logical_of_slot).get(expert, ())
 
     def _place(self, physical_to_logical: Sequence[int]) -> None:
         local = physical_to_logical[self.first_physical : self.first_physical + self.num_slots]
         self.logical_of_slot = tuple(local)
-        slots: dict[int, list[int]] = {}
-        for slot, expert in enumerate(local):
-            slots.setdefault(expert, []).append(slot)
-        self._slots = {expert: tuple(found) for expert, found in slots.items()}
+
+
+@functools.lru_cache(maxsize=256)
+def _slots_by_expert(logical_of_slot: tuple[int, ...]) -> dict[int, tuple[int, ...]]:
+    """Local slots of each expert; kept here, once for all layers that are placed alike, and not on every layer."""
+    slots: dict[int, list[int]] = {}
+    for slot, expert in enumerate(logical_of_slot):
+        slots.setdefault(expert, []).append(slot)
+    return {expert: tuple(found) for expert, found in slots.items()}
