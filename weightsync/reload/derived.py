@@ -35,15 +35,23 @@ _NOTHING: Any = object()
 
 
 def host_scalars(model: torch.nn.Module) -> dict[str, Any]:
-    """Python numbers and flags among the attributes of modules and their helper objects, by path."""
+    """Python numbers and flags among the attributes of modules and their helper objects, by path.
+
+    Objects within containers are left out: what a kernel is called with hangs on the module or its kernel object.
+    """
     found: dict[str, Any] = {}
     for holder in reachable._visit(model):
-        if isinstance(holder.value, (torch.Tensor, *reachable._CONTAINERS, *reachable._CALLABLES)):
+        is_object = not isinstance(holder.value, (torch.Tensor, *reachable._CONTAINERS, *reachable._CALLABLES))
+        if not is_object or (not isinstance(holder.value, torch.nn.Module) and not _is_attribute_path(holder.path)):
             continue
         for name, value in reachable._attributes(holder.value).items():
             if isinstance(value, (bool, int, float)) and name != "training":
                 found[f"{holder.path}.{name}" if holder.path else name] = value
     return found
+
+
+def _is_attribute_path(path: str) -> bool:
+    return not any(mark in path for mark in "[{<")
 
 
 def changed_scalars(before: Mapping[str, Any], model: torch.nn.Module) -> dict[str, tuple[Any, Any]]:

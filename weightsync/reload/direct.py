@@ -18,7 +18,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from weightsync.plan.regions import Region
 from weightsync.plan.replay import Replay
+from weightsync.plan.tally import overlaps
 from weightsync.plan.writes import Destination, NamePlan, Write
 from weightsync.reload.audit import LiveTensors
 from weightsync.reload.derived import Call, by_module, record_calls
@@ -110,6 +112,72 @@ class BoundPlan:
             self._calls = record_calls(model, self)
             self.all_replayed_calls = by_module(self._calls, self._calls)
         return self._calls
+
+    @cached_property
+    def routes(self) -> dict[str, tuple[int, ...]]:
+        """Units of each name that is staged."""
+        return {name: entry.units for name, entry in self.entries.items() if entry.units and not entry.is_dropped}
+
+    @cached_property
+    def units_needed_at_once(self) -> set[int]:
+        """Units that have to be staged together, since one name's loader writes into several."""
+        wide = (entry.units for entry in self.entries.values() if not entry.is_copy and len(entry.units) > 1)
+        return {unit for units in wide for unit in units}
+
+    @cached_property
+    def expected(self) -> dict[int, set[str]]:
+        """Names that each unit's hooks need."""
+        names: dict[int, set[str]] = {number: set() for number in range(len(self._units))}
+        for name, entry in self.entries.items():
+            for unit in () if entry.is_dropped else entry.needed_by:
+                names[unit].add(name)
+        return names
+
+    @cached_property
+    def is_all_direct(self) -> bool:
+        """Whether every name is a copy into live tensors, or dropped, and no unit waits for one."""
+        return all(e.is_dropped or (e.is_copy and not e.units and not e.needed_by) for e in self.entries.values())
+
+    @cached_property
+    def paths(self) -> set[str]:
+        """Paths of all destinations that are written."""
+        return {path for entry in self.entries.values() if not entry.is_dropped for path in entry.paths}
+
+    @cached_property
+    def modules(self) -> set[str]:
+        """Modules that own them."""
+        return {module for entry in self.entries.values() if not entry.is_dropped for module in entry.modules}
+
+    @cached_property
+    def interpreted(self) -> dict[str, str]:
+        """Names whose loaders are run, with the reason."""
+        return {n: e.plan.reason for n, e in self.entries.items() if not (e.is_copy or e.is_dropped)}
+
+    @cached_property
+    def dropped(self) -> list[str]:
+        """Names that this rank leaves alone."""
+        return [name for name, entry in self.entries.items() if entry.is_dropped]
+
+    def names_that_overlap(self, other: BoundPlan) -> list[str]:
+        """Names of this plan that copy to bytes which names of `other` copy to as well."""
+        theirs = other._regions
+        return [
+            name
+            for path, regions in self._regions.items()
+            for region, name in regions
+            if any(overlaps(region, taken) for taken, _ in theirs.get(path, ()))
+        ]
+
+    @cached_property
+    def _regions(self) -> dict[str, list[tuple[Region, str]]]:
+        """Bytes copied to, relative to the destination, by its path."""
+        regions: defaultdict[str, list[tuple[Region, str]]] = defaultdict(list)
+        for entry in self.entries.values():
+            for write in entry.plan.writes:
+                destination = self.plan.destinations[write.destination]
+                offset = write.dest.offset - destination.region.offset
+                regions[destination.path].append((replace(write.dest, offset=offset), write.name))
+        return regions
 
     def is_bound_to(self, live: LiveTensors, units: Sequence[Unit]) -> bool:
         """Whether the live tensors and the units are still those that this was bound to."""

@@ -6,17 +6,22 @@ close_gate(model); ...; open_gate(model)
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 
 from weightsync.errors import ReloadError, TornModelError, shown
-from weightsync.reachable import walk
+from weightsync.reachable import Slot
 from weightsync.reload.state import ModelState, state_of
 
 
-def refuse_unready(model: torch.nn.Module, modules: dict[str, torch.nn.Module]) -> None:
+def refuse_unready(modules: Mapping[str, torch.nn.Module], slots: Iterable[Slot]) -> None:
     """Refuses a model whose memory is not there, or whose experts are about to move.
+
+    Args:
+        modules: Its modules by path.
+        slots: Everything that it holds.
 
     Raises:
         ReloadError: The model is asleep (`asleep` is true, or tensors have no memory), or a module has
@@ -25,7 +30,8 @@ def refuse_unready(model: torch.nn.Module, modules: dict[str, torch.nn.Module]) 
     asleep = [path or type(module).__name__ for path, module in modules.items() if _is_set(module, "asleep")]
     if asleep:
         raise ReloadError(f"asleep: {shown(asleep)}; wake the model before its weights are updated")
-    unmapped = [slot.path for slot in walk(model) if slot.kind != "attribute" and _has_no_memory(slot.tensor)]
+    registered = [slot for slot in slots if slot.kind != "attribute"]
+    unmapped = [slot.path for slot in registered if _has_no_memory(slot.tensor)]
     if unmapped:
         raise ReloadError(
             f"{len(unmapped)} tensors have no memory: {shown(unmapped)}; wake the model (or materialise it) before its "

@@ -13,7 +13,7 @@ intake.drain()
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Literal
 
@@ -22,6 +22,7 @@ import torch
 from weightsync.errors import CoverageError, LayoutError, ReloadError, shown
 from weightsync.plan.loading import Loader
 from weightsync.plan.replay import Replay
+from weightsync.reload.assemble import Parts
 from weightsync.reload.direct import BoundPlan, Entry
 from weightsync.reload.held import HeldTensors
 from weightsync.reload.hook_runner import HookRunner
@@ -29,7 +30,7 @@ from weightsync.reload.layerwise import Staging, Unit
 from weightsync.reload.partial import Partial
 from weightsync.reload.schedule import Schedule, Step, peak_held_bytes
 from weightsync.reload.scopes import Scope
-from weightsync.transport.buckets import Bucket, Chunk
+from weightsync.transport.buckets import Bucket
 
 HeldPolicy = Literal["spill", "refuse", "write_through"]
 Named = tuple[str, torch.Tensor]
@@ -50,7 +51,7 @@ class Intake:
     Attributes:
         entries: What is known of each wire name, over all plans.
         received: Names received, in order.
-        num_bytes: Their bytes.
+        plans: All plans, in order.
         staged: Units that are staged now, by number.
         interpreted_live: Modules whose loaders were run on live tensors.
         peak_staged_bytes: The most bytes of staged copies.
@@ -69,30 +70,26 @@ class Intake:
         self.runner = runner
         self.units = units
         self.held = HeldTensors(max_held_bytes)
-        self.entries: dict[str, Entry] = {}
+        self.entries: Mapping[str, Entry] = {}
         self.received: dict[str, None] = {}
-        self.num_bytes = 0
         self.staged: dict[int, Staging] = {}
         self.interpreted_live: set[str] = set()
         self.peak_staged_bytes = 0
         self._parameters = parameters
         self._policy = held_policy
-        self._bound_of: dict[str, BoundPlan] = {}
-        self._plans: list[BoundPlan] = []
-        self._expected: dict[int, set[str] | None] = {unit.number: None for unit in units}
+        self.plans: list[BoundPlan] = []
+        self._expected: Mapping[int, Collection[str] | None] = {unit.number: None for unit in units}
         self._late = {unit.number for unit in units if unit.is_late}
         self.schedule = Schedule({}, self._expected, self._late)
         self._replays: dict[tuple[int, int], Replay] = {}  # (unit, plan) -> copies into what is staged now
         self._together: dict[str, torch.Tensor] = {}
-        self._parts: dict[str, list[tuple[int, int]]] = {}  # name -> byte ranges received in buckets
-        self._assembling: dict[str, torch.Tensor] = {}
+        self._parts = Parts()
+        self._uncounted: list[str] = []  # received names that the runner was not told of yet
 
     # --- plans
 
-    @property
-    def plans(self) -> list[BoundPlan]:
-        """All plans, in order."""
-        return self._plans
+    def _bound(self, name: str) -> BoundPlan:
+        return next(bound for bound in self.plans if name in bound.entries)
 
     def add_plan(self, bound: BoundPlan, *, is_complete: bool) -> None:
         """Makes the names of a plan acceptable.
@@ -100,25 +97,22 @@ class Intake:
         Args:
             bound: The plan.
             is_complete: Whether it names everything that will come, so that units can be finished as they fill up.
+
+        Raises:
+            CoverageError: It writes bytes that an earlier plan of this session writes too.
+            ReloadError: More would be held than is allowed, and the policy is to refuse.
         """
-        self._plans.append(bound)
-        self.entries.update(bound.entries)
-        self._bound_of.update(dict.fromkeys(bound.entries, bound))
-        routes: dict[str, tuple[int, ...]] = {}
-        for name, entry in bound.entries.items():
-            if entry.units and not entry.is_dropped:
-                routes[name] = entry.units
-                if not entry.is_copy and len(entry.units) > 1:
-                    self._late.update(entry.units)  # its loader needs all of them at once
+        if duplicated := [name for other in self.plans for name in bound.names_that_overlap(other)]:
+            raise CoverageError("other names wrote these bytes before; nothing was written", duplicated=duplicated)
+        self.entries = bound.entries if not self.plans else {**self.entries, **bound.entries}
+        self.plans.append(bound)
+        self._late |= bound.units_needed_at_once
         if is_complete:
-            self._expected = {unit.number: set() for unit in self.units}
-            for name, entry in bound.entries.items():
-                for unit in () if entry.is_dropped else entry.needed_by:
-                    self._expected[unit].add(name)  # type: ignore[union-attr]
-            self.schedule = Schedule(routes, self._expected, self._late)
+            self._expected = bound.expected
+            self.schedule = Schedule(bound.routes, self._expected, self._late)
             self._refuse_too_much_held(bound)
         else:
-            self.schedule.add(routes, self._late)
+            self.schedule.add(bound.routes, self._late)
 
     def _refuse_too_much_held(self, bound: BoundPlan) -> None:
         if self._policy != "refuse":
@@ -142,44 +136,16 @@ class Intake:
             CoverageError: A name is unknown or comes twice. Nothing of these has been written.
             LayoutError: A shape or dtype is not the planned one. Nothing of these has been written.
         """
-        self._check(tensors)
-        self._write(tensors)
-
-    def _check(self, tensors: Sequence[Named]) -> None:
-        unexpected: list[str] = []
-        duplicated: list[str] = []
-        misfits: list[str] = []
-        seen: set[str] = set()
-        entries, received = self.entries, self.received
-        for name, tensor in tensors:
-            entry = entries.get(name)
-            if entry is None:
-                unexpected.append(name)
-            elif name in received or name in seen or name in self._parts:
-                duplicated.append(name)
-            elif tensor.dtype is not entry.dtype or tensor.shape != entry.shape:
-                expected = f"{entry.dtype} {tuple(entry.shape)}"
-                misfits.append(f"{name}: expected {expected}, got {tensor.dtype} {tuple(tensor.shape)}")
-            seen.add(name)
-        if unexpected or duplicated:
-            raise CoverageError(
-                "these tensors were not taken, and nothing that came with them was written",
-                unexpected=unexpected,
-                duplicated=duplicated,
-            )
-        if misfits:
-            raise LayoutError(
-                f"{len(misfits)} tensors are not as planned: {shown(misfits)}; nothing that came with them was written",
-                names=[line.partition(":")[0] for line in misfits],
-            )
-
-    def _write(self, tensors: Sequence[Named]) -> None:
+        names = [name for name, _ in tensors]
+        self._check(tensors, names)
+        self._note_received(names)
+        if len(self.plans) == 1 and self.plans[0].is_all_direct:
+            self._copy_live(tensors)
+            return
         direct: list[Named] = []
         others: list[Named] = []
-        entries = self.entries
         for name, tensor in tensors:
-            entry = entries[name]
-            self._note_received(name, entry)
+            entry = self.entries[name]
             if entry.is_dropped:
                 continue
             if entry.is_copy and entry.is_direct:
@@ -189,11 +155,78 @@ class Intake:
         self._copy_live(direct)
         self._route(others)
 
+    def _check(self, tensors: Sequence[Named], names: Sequence[str]) -> None:
+        entries = self.entries
+        is_new = len(set(names)) == len(names) and self.received.keys().isdisjoint(names) and not self._parts.ranges
+        for name, tensor in tensors:
+            entry = entries.get(name)
+            if entry is None or tensor.dtype is not entry.dtype or tensor.shape != entry.shape:
+                break
+        else:
+            if is_new:
+                return
+        self._refuse(tensors)
+
+    def _refuse(self, tensors: Sequence[Named]) -> None:
+        """Raises for what is wrong with these, naming each."""
+        unexpected: list[str] = []
+        duplicated: list[str] = []
+        misfits: dict[str, str] = {}
+        seen: set[str] = set()
+        for name, tensor in tensors:
+            entry = self.entries.get(name)
+            if entry is None:
+                unexpected.append(name)
+            elif name in self.received or name in seen or name in self._parts.ranges:
+                duplicated.append(name)
+            elif tensor.dtype is not entry.dtype or tensor.shape != entry.shape:
+                expected = f"{entry.dtype} {tuple(entry.shape)}"
+                misfits[name] = f"{name}: expected {expected}, got {tensor.dtype} {tuple(tensor.shape)}"
+            seen.add(name)
+        if unexpected or duplicated:
+            raise CoverageError(
+                "these tensors were not taken, and nothing that came with them was written",
+                unexpected=unexpected,
+                duplicated=duplicated,
+            )
+        if misfits:
+            raise LayoutError(
+                f"{len(misfits)} tensors are not as planned: {shown(list(misfits.values()))}; nothing that came "
+                "with them was written",
+                names=list(misfits),
+            )
+
+    def _note_received(self, names: Sequence[str]) -> None:
+        self.received.update(dict.fromkeys(names))
+        self._uncounted.extend(names)
+
+    def count(self) -> None:
+        """Tells the runner which tensors and modules the received names have loaded so far."""
+        runner = self.runner
+        if self._partial is None and len(self.plans) == 1 and len(self.received) == len(self.entries):
+            runner.loaded, runner.touched = self.plans[0].paths, self.plans[0].modules
+        else:
+            for name in self._uncounted:
+                entry = self.entries[name]
+                if not entry.is_dropped:
+                    runner.loaded.update(entry.paths)
+                    runner.touched.update(entry.modules)
+                    if self._partial is not None:
+                        self._partial.count(entry, self._bound(name).plan)
+        self._uncounted.clear()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes received."""
+        if len(self.plans) == 1 and len(self.received) == len(self.entries):
+            return self.plans[0].plan.manifest.num_bytes
+        return sum(self.entries[name].num_bytes for name in self.received)
+
     def _copy_live(self, tensors: Sequence[Named]) -> None:
         if not tensors:
             return
         self._about_to_write_live(name for name, _ in tensors)
-        for bound in self._plans:
+        for bound in self.plans:
             bound.live_replay.copy_tensors(tensors)
 
     def _about_to_write_live(self, names: Iterable[str]) -> None:
@@ -201,7 +234,7 @@ class Intake:
         if not self.runner.journal.is_on:
             return
         for name in names:
-            bound = self._bound_of[name]
+            bound = self._bound(name)
             for index in bound.entries[name].plan.destinations:
                 if index in bound.live_tensors:
                     self.runner.journal.save(bound.live_tensors[index])
@@ -255,13 +288,14 @@ class Intake:
 
     def _open(self, number: int) -> None:
         unit = self.units[number]
-        written = {path for bound in self._plans for path in bound.staged_paths.get(number, ())}
-        staging = Staging(self.runner.model, unit, self._parameters, written)
+        written = {path for bound in self.plans for path in bound.staged_paths.get(number, ())}
+        staging = Staging(self.runner.model, self.runner.modules, unit, self._parameters, written)
         self.runner.start_staging(staging)
         self.staged[number] = staging
         self.peak_staged_bytes = max(self.peak_staged_bytes, sum(s.num_bytes for s in self.staged.values()))
 
     def _finish(self, number: int) -> None:
+        self.count()
         self.runner.finish_unit(self.staged.pop(number))
         for key in [key for key in self._replays if key[0] == number]:
             del self._replays[key]
@@ -273,7 +307,7 @@ class Intake:
             self._interpret(name, tensor)
 
     def _copy_staged(self, unit: int, tensors: Sequence[Named]) -> None:
-        for index, bound in enumerate(self._plans):
+        for index, bound in enumerate(self.plans):
             replay = self._replays.get((unit, index))
             if replay is None:
                 replay = self._replays[unit, index] = bound.staged_replay(self.staged[unit])
@@ -293,7 +327,7 @@ class Intake:
         if any(entry.is_direct for entry in entries):
             self._about_to_write_live(other for other, _ in weights)
             self.interpreted_live.update(module for entry in entries for module in entry.modules)
-        mapping = self._bound_of[name].plan.mapping
+        mapping = self._bound(name).plan.mapping
         with ExitStack() as stack, self.runner.loading():
             for staging in self.staged.values():
                 stack.enter_context(staging.installed())
@@ -309,89 +343,39 @@ class Intake:
             LayoutError: A part reaches beyond its tensor, or beyond the buffer. Nothing of this bucket has been
                 written.
         """
-        self._check_bucket(bucket, buffer)
+        self._parts.check(bucket, buffer, self.entries, self.received)
         direct: list[str] = []
         arrivals: list[Arrival] = []
         for chunk in bucket.chunks:
             name, entry = chunk.name, self.entries[chunk.name]
-            ranges = self._parts.setdefault(name, [])
-            ranges.append((chunk.start, chunk.start + chunk.num_bytes))
-            is_done = sum(end - start for start, end in ranges) == entry.num_bytes
-            is_live_copy = entry.is_copy and entry.is_direct
+            is_done = self._parts.note(chunk, entry)
             if is_done:
-                del self._parts[name]
-                self._note_received(name, entry)
+                self._note_received([name])
             if entry.is_dropped:
                 continue
-            if is_live_copy:
+            if entry.is_copy and entry.is_direct:
                 direct.append(name)
             if entry.units or not entry.is_copy:
-                tensor = self._assembled(chunk, entry, buffer, is_done)
+                tensor = self._parts.whole(chunk, entry, buffer, is_done)
                 if tensor is not None:
                     arrivals.append((name, tensor))
             elif is_done and entry.needed_by:
                 arrivals.append((name, None))
         if direct:
             self._about_to_write_live(direct)
-            for bound in self._plans:
+            for bound in self.plans:
                 bound.live_replay.copy_bucket(bucket, buffer)
         self._route(arrivals)
-
-    def _note_received(self, name: str, entry: Entry) -> None:
-        self.received[name] = None
-        self.num_bytes += entry.num_bytes
-        if not entry.is_dropped:
-            self.runner.loaded.update(entry.paths)
-            self.runner.touched.update(entry.modules)
-            if self._partial is not None:
-                self._partial.count(entry, self._bound_of[name].plan)
-
-    def _check_bucket(self, bucket: Bucket, buffer: torch.Tensor) -> None:
-        unexpected = [chunk.name for chunk in bucket.chunks if chunk.name not in self.entries]
-        duplicated: list[str] = []
-        misfits: list[str] = []
-        new: dict[str, list[tuple[int, int]]] = {}
-        for chunk in bucket.chunks:
-            entry = self.entries.get(chunk.name)
-            if entry is None:
-                continue
-            start, end = chunk.start, chunk.start + chunk.num_bytes
-            ranges = [*self._parts.get(chunk.name, ()), *new.setdefault(chunk.name, [])]
-            if chunk.name in self.received or any(start < last and first < end for first, last in ranges):
-                duplicated.append(chunk.name)
-            if end > entry.num_bytes or chunk.offset + chunk.num_bytes > buffer.numel():
-                misfits.append(chunk.name)
-            new[chunk.name].append((start, end))
-        if unexpected or duplicated:
-            raise CoverageError("this bucket was not taken", unexpected=unexpected, duplicated=duplicated)
-        if misfits:
-            raise LayoutError(
-                f"{len(misfits)} parts reach beyond their tensor or the buffer of {buffer.numel()} bytes: "
-                f"{shown(misfits)}; "
-                "both sides have to pack the same manifest with the same cap",
-                names=misfits,
-            )
-
-    def _assembled(self, chunk: Chunk, entry: Entry, buffer: torch.Tensor, is_done: bool) -> torch.Tensor | None:
-        """The whole tensor once all of its bytes are there: a view of the buffer if it came in one piece."""
-        data = buffer[chunk.offset : chunk.offset + chunk.num_bytes]
-        if chunk.num_bytes == entry.num_bytes:
-            return _as(data, entry)
-        whole = self._assembling.get(chunk.name)
-        if whole is None:
-            whole = torch.empty(entry.num_bytes, dtype=torch.uint8, device=buffer.device)
-            self._assembling[chunk.name] = whole
-        whole[chunk.start : chunk.start + chunk.num_bytes].copy_(data)
-        return _as(self._assembling.pop(chunk.name), entry) if is_done else None
 
     # --- the end
 
     def incomplete(self) -> list[str]:
         """Names of which only some bytes came, or that wait for others that they are loaded together with."""
-        return [*self._parts, *self._together]
+        return [*self._parts.ranges, *self._together]
 
     def drain(self) -> None:
         """Stages what is still held and finishes every unit that need not wait."""
+        self.count()
         for step in self.schedule.drain():
             self._carry_out(step)
 
@@ -399,15 +383,6 @@ class Intake:
         """Drops everything staged and held."""
         self.staged.clear()
         self._replays.clear()
-        self._assembling.clear()
+        self._parts.close()
         self._together.clear()
         self.held.close()
-
-
-def _as(data: torch.Tensor, entry: Entry) -> torch.Tensor:
-    if not entry.num_bytes:
-        return torch.empty(entry.shape, dtype=entry.dtype, device=data.device)
-    itemsize = entry.dtype.itemsize
-    if data.data_ptr() % itemsize or int(data.storage_offset()) % itemsize:
-        data = data.clone()
-    return data.view(entry.dtype).view(entry.shape)

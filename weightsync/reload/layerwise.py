@@ -8,9 +8,9 @@ them.
        ^                       |
     staged copy in checkpoint layout <- wire tensors
 
-    units = build_units(model, modes)
-    staging = Staging(model, units[0], ...);  staging.tensors["layers.0.w"].copy_(...);  with staging.installed():
-    hook()
+    units = build_units(modules, modes, hooks, parameters)
+    staging = Staging(model, modules, units[0], parameters, written);  staging.tensors["layers.0.w"].copy_(tensor)
+    with staging.installed(): hook()
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 
 from weightsync import reachable
-from weightsync.reload.layouts import ModuleMode, modules_of
+from weightsync.reload.layouts import ModuleMode
 from weightsync.reload.post_load import Hook, Stage
 from weightsync.reload.records import TensorLayout, layouts_of
 from weightsync.reload.scopes import Scope, Swap, scope_of
@@ -90,12 +90,14 @@ def build_units(
     return units
 
 
-def staged_parameters(model: torch.nn.Module, modes: Mapping[str, ModuleMode]) -> dict[str, Scope]:
+def staged_parameters(
+    model: torch.nn.Module, modules: Mapping[str, torch.nn.Module], modes: Mapping[str, ModuleMode]
+) -> dict[str, Scope]:
     """The parameters of every layerwise module, as loaders see them: recorded, or as they are live.
 
     The start bytes of live ones alias the live tensors.
     """
-    modules, records = modules_of(model), state_of(model).records
+    records = state_of(model).records
     layerwise = {path: modules[path] for path, mode in modes.items() if mode.mode == "layerwise"}
     live = [path for path in layerwise if not modes[path].from_record]
     tensors = [p for path in live for p in layerwise[path]._parameters.values() if p is not None]
@@ -111,6 +113,7 @@ class Staging:
 
     Args:
         model: The model.
+        modules: All modules by path.
         unit: What to stage.
         parameters: From `staged_parameters`.
         written: Paths that the session may write in these modules; those that are not parameters are staged too.
@@ -123,13 +126,19 @@ class Staging:
     """
 
     def __init__(
-        self, model: torch.nn.Module, unit: Unit, parameters: Mapping[str, Scope], written: Collection[str]
+        self,
+        model: torch.nn.Module,
+        modules: Mapping[str, torch.nn.Module],
+        unit: Unit,
+        parameters: Mapping[str, Scope],
+        written: Collection[str],
     ) -> None:
         self.unit = unit
         self._model = model
+        self._modules = modules
         self._parameters = parameters
         self._written = written
-        modules, records = modules_of(model), state_of(model).records
+        records = state_of(model).records
         scopes: list[Scope] = []
         for path in unit.modules:
             scopes.append(parameters[path])
@@ -151,7 +160,7 @@ class Staging:
 
     def again(self, loaded: Mapping[str, torch.Tensor]) -> Staging:
         """A fresh staged copy of the same unit that holds the same loaded values."""
-        staging = Staging(self._model, self.unit, self._parameters, self._written)
+        staging = Staging(self._model, self._modules, self.unit, self._parameters, self._written)
         for path, value in loaded.items():
             staging.tensors[path].copy_(value)
         return staging
@@ -185,8 +194,7 @@ class Staging:
         wanted = set(paths)
         if not wanted:
             return {}
-        modules = modules_of(self._model)
-        slots = [slot for path in self.unit.modules for slot in reachable.walk_module(modules[path], path)]
+        slots = [slot for path in self.unit.modules for slot in reachable.walk_module(self._modules[path], path)]
         deep = {slot.path: (slot.tensor.detach().clone(), slot.tensor) for slot in slots if slot.path in wanted}
         self.tensors = self.tensors | {path: staged for path, (staged, _) in deep.items()}
         return deep

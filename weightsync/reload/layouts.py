@@ -115,12 +115,15 @@ def record_layouts(model: torch.nn.Module) -> None:
         state.latched_by_counter = False
 
 
-def module_modes(model: torch.nn.Module, mode: Mode) -> dict[str, ModuleMode]:
+def module_modes(
+    model: torch.nn.Module, mode: Mode, modules: Mapping[str, torch.nn.Module] | None = None
+) -> dict[str, ModuleMode]:
     """How each module that has tensors to load is loaded in a session of the given mode.
 
     Args:
         model: The model.
         mode: Of the session. "direct" falls back to layerwise for each module that may not be direct.
+        modules: From `modules_of`, if that was looked up already.
 
     Raises:
         LayoutError: Modules need their checkpoint layout and have no record of it. All are named.
@@ -129,7 +132,7 @@ def module_modes(model: torch.nn.Module, mode: Mode) -> dict[str, ModuleMode]:
         raise LayoutError(f'mode must be "direct" or "layerwise", got {mode!r}')
     model = unwrapped(model)
     records = state_of(model).records
-    modules = modules_of(model)
+    modules = modules_of(model) if modules is None else modules
     hooks = hooks_in_order(modules.items())
     hooked = {id(hook.module): hook for hook in hooks}
     modes: dict[str, ModuleMode] = {}
@@ -174,7 +177,7 @@ def checkpoint_layout(model: torch.nn.Module, mode: Mode) -> Iterator[None]:
     model = unwrapped(model)
     records = state_of(model).records
     modules = modules_of(model)
-    modes = module_modes(model, mode)
+    modes = module_modes(model, mode, modules)
     swap = Swap(
         [scope for path, m in modes.items() if m.from_record for scope in records[modules[path]].scopes],
         placeholder=True,

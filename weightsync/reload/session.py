@@ -341,12 +341,12 @@ class ReloadSession:
             if options.manifest is not None:
                 self.plan = self._plan(options.manifest, self.scope)
             modules = modules_of(self.model)
-            refuse_unready(self.model, modules)
-            hooks = hooks_in_order(modules.items())
-            self._modes = module_modes(self.model, self.mode)
-            parameters = staged_parameters(self.model, self._modes)
-            self._units = build_units(modules, self._modes, hooks, parameters)
             self._live = LiveTensors(self.model)
+            refuse_unready(modules, (live.slot for live in self._live.by_path.values()))
+            hooks = hooks_in_order(modules.items())
+            self._modes = module_modes(self.model, self.mode, modules)
+            parameters = staged_parameters(self.model, modules, self._modes)
+            self._units = build_units(modules, self._modes, hooks, parameters)
             self._journal = Journal(options.rollback)
             self._guards = HookGuards(hooks)
             self._partial = (
@@ -361,10 +361,10 @@ class ReloadSession:
             self._scalars = host_scalars(self.model) if hooks else {}
             if self.plan is not None:
                 self._add_plan(self.plan, is_complete=True)
+            self._python_state = PythonState.capture(self.model)
         self._was = self._state.status
         close_gate(self.model)
         self._guards.__enter__()
-        self._python_state = PythonState.capture(self.model)
         self._is_open = True
 
     def _plan(self, manifest: Manifest, scope: PlanScope) -> ReloadPlan:
@@ -412,7 +412,8 @@ class ReloadSession:
 
     def _take(self, pairs: Sequence[tuple[str, torch.Tensor]]) -> None:
         if self._options.manifest is None:
-            unknown = [pair for pair in pairs if pair[0] not in self._intake.entries]
+            known = self._intake.entries
+            unknown = [pair for pair in pairs if pair[0] not in known]
             if unknown:
                 self._plan_for(unknown)
         self._intake.take(pairs)
@@ -452,8 +453,8 @@ class ReloadSession:
             num_names=len(intake.received),
             num_bytes=intake.num_bytes,
             plan_hash=self.plan.hash if self.plan is not None else "",
-            interpreted={n: e.plan.reason for n, e in intake.entries.items() if not (e.is_copy or e.is_dropped)},
-            dropped=[name for name, entry in intake.entries.items() if entry.is_dropped],
+            interpreted={name: reason for bound in intake.plans for name, reason in bound.interpreted.items()},
+            dropped=[name for bound in intake.plans for name in bound.dropped],
             fallbacks={p: m.reason for p, m in self._modes.items() if self.mode == "direct" and m.mode == "layerwise"},
             hooks=runner.ran,
             uncalled_hooks=[h.name for h in runner.hooks if not h.callable_by_us and not self._guards.has_run(h)],
@@ -476,7 +477,9 @@ class ReloadSession:
         incomplete = intake.incomplete()
         if incomplete:
             raise CoverageError("only a part of these came", missing=incomplete)
-        missing = [name for name, e in intake.entries.items() if name not in intake.received and not e.is_dropped]
+        missing = []
+        if len(intake.received) < len(intake.entries):
+            missing = [n for n, entry in intake.entries.items() if n not in intake.received and not entry.is_dropped]
         if self._options.manifest is not None and missing:
             raise CoverageError("these stand in the manifest and did not come", missing=missing)
         if self._options.manifest is None and (missing or len(intake.plans) > 1 or self._is_piecewise()):
@@ -520,6 +523,8 @@ class ReloadSession:
                 status = "torn"
         with self._state.lock:
             if status == "torn":
+                open_gate(self.model)  # the restored state had no gate
+                close_gate(self.model)
                 self._state.torn_by = f"{type(error).__name__}: {error}"
             self._close(status)
 
