@@ -39,8 +39,8 @@ def pair_of(kind, tensors, cap=512, owned=None):
     """A connected sender and link for one target, and a push that gives the bytes the link saw."""
     manifest = Manifest.from_tensors(tensors.items())
     owned = tuple(range(len(manifest))) if owned is None else tuple(owned)
-    owners = tuple(frozenset({0}) if i in owned else frozenset() for i in range(len(manifest)))
-    feed = Feed(manifest, owners, 1, lambda: iter(tensors.items()), lambda: tensors)
+    owners = tuple(frozenset({0, 1}) if i in owned else frozenset({1}) for i in range(len(manifest)))
+    feed = Feed(manifest, owners, 2, lambda: iter(tensors.items()), lambda: tensors)
     make_sender, make_link = KINDS[kind]
     sender, link = make_sender({"model": feed}, cap), make_link()
     mine = {"model": Mine(manifest, owned)}

@@ -198,6 +198,21 @@ def test_caches_are_dropped_before_the_version_is_live_and_a_failing_drop_stops_
     assert other.state == "torn"
 
 
+def test_a_failed_call_ends_the_session_without_the_trainers_help():
+    receiver = Receiver(Small())
+    client = TrainerClient(Small(1.0), receiver)
+    client.push(1)
+    client.start(2)
+    session_id = client._agreement.session_id
+    update = {"session_id": session_id, "target": "draft", "names": None, "data": {}, "per_rank": {}}
+    with pytest.raises(ProtocolError, match="unknown targets: draft"):
+        receiver.call(control.UPDATE, {"update_info": update}, 5)
+    assert receiver.info()["session"] is None
+    with receiver.serving():
+        pass
+    assert TrainerClient(Small(3.0), receiver).push(3).version == 3, "another may join at once"
+
+
 class Impostor:
     """A TCP server that answers every request with the same bytes, or with silence."""
 
