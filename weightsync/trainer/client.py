@@ -90,7 +90,8 @@ class _Push:
     bytes_done: int = 0
     wire_bytes: int = 0
     copied_bytes: int = 0
-    names: set[tuple[str, str]] = field(default_factory=set)
+    bytes: int = 0
+    tensors: int = 0
     calls: list[_Call] = field(default_factory=list)
 
 
@@ -206,7 +207,7 @@ class TrainerClient:
         shaken = time.perf_counter()
         if version is None:
             version = max((a.version for a in agreement.accepts if a.version is not None), default=0) + 1
-        total = sum(feed.manifest.num_bytes for feed in agreement.feeds.values())
+        total = sum(feed.wanted_bytes for feed in agreement.feeds.values())
         self._push = _Push(version, total, {"handshake": shaken - begin, "start": 0.0, "transfer": 0.0, "finish": 0.0})
         try:
             self._start(agreement, version)
@@ -284,7 +285,10 @@ class TrainerClient:
         push.calls.clear()
         push.wire_bytes += sent
         push.copied_bytes += agreement.sender.copied_bytes
-        push.names.update((target, feed.manifest.entries[index].name) for index in feed.selected(listed))
+        push.tensors += len(feed.selected(listed))
+        push.bytes += (
+            feed.wanted_bytes if listed is None else sum(feed.manifest.by_name[name].num_bytes for name in listed)
+        )
         push.seconds["transfer"] += time.perf_counter() - begin
         return sent
 
@@ -310,13 +314,12 @@ class TrainerClient:
         )
         for index, accept in enumerate(agreement.accepts):
             agreement.accepts[index] = _with_version(accept, push.version)
-        manifests = {target: feed.manifest.by_name for target, feed in agreement.feeds.items()}
         return PushReport(
             version=push.version,
-            bytes=sum(manifests[target][name].num_bytes for target, name in push.names),
+            bytes=push.bytes,
             wire_bytes=push.wire_bytes,
             copied_bytes=push.copied_bytes,
-            tensors=len(push.names),
+            tensors=push.tensors,
             seconds=push.seconds,
             transport=agreement.sender.transport,
             reason=agreement.reason,

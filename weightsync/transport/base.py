@@ -90,6 +90,11 @@ class Feed:
         """Indices of entries that some receiver loads."""
         return tuple(index for index, owners in enumerate(self.owners) if owners)
 
+    @cached_property
+    def wanted_bytes(self) -> int:
+        """Bytes of the wanted entries, each counted once."""
+        return sum(self.manifest.entries[index].num_bytes for index in self.wanted)
+
     def selected(self, names: Sequence[str] | None) -> tuple[int, ...]:
         """Indices of the wanted entries among `names`, in wire order.
 

@@ -42,6 +42,7 @@ from weightsync.transport.base import (
 from weightsync.transport.buckets import Bucket, Chunk, plan_buckets
 
 NUM_SLOTS = 2
+NUM_KEPT = 16  # different updates (subsets of names) whose tables are remembered
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +108,16 @@ class Mapper(ABC):
         """Unmaps what `open` gave; the tensor must not be used any more."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Selection:
+    """One update's part of the offer."""
+
+    num_placed: int
+    placed_bytes: int
+    staged: tuple[ParamMeta, ...]
+    read_bytes: int
+
+
 class MappedSender(Sender):
     """The trainer's half of a mapped transport.
 
@@ -126,6 +137,7 @@ class MappedSender(Sender):
         self._allocations: dict[Hashable, int] = {}
         self._placed: dict[str, frozenset[int]] = {}
         self._slots: list[torch.Tensor] = []
+        self._selections: dict[tuple[str, tuple[str, ...] | None], _Selection] = {}
         self._name = secrets.token_hex(4)
         self._num_offers = 0
         self._offer: Json | None = None
@@ -137,6 +149,7 @@ class MappedSender(Sender):
         unchanged = addresses == self._addresses and all(map(self._exporter.is_current, self._allocations))
         if self._offer is None or not unchanged:
             self._exporter.forget()
+            self._selections.clear()
             self._addresses, self._allocations = addresses, {}
             targets = {target: self._place(target, residents[target]) for target in self._feeds}
             if any(table["staged"] for table in targets.values()) and not self._slots:
@@ -192,20 +205,32 @@ class MappedSender(Sender):
     def send(self, target: str, names: Sequence[str] | None, post: Post, progress: Progress) -> int:
         """See `Sender.send`."""
         feed = self._feeds[target]
-        placed = self._placed[target]
-        entries = feed.manifest.entries
-        selected = feed.selected(names)
+        part = self._selected(target, feed, names)
         self.copied_bytes = 0
-        in_place = [index for index in selected if index in placed]
-        if in_place:
+        if part.num_placed:
             self._exporter.fence()
             post({"placed": True}, {}).wait()
-            progress(sum(entries[index].num_bytes for index in in_place))
-        if len(in_place) < len(selected):
-            staged = [entries[index] for index in selected if index not in placed]
-            with closing(feed.tensors(staged)) as tensors:
-                self._send_staged(tensors, staged, post, progress)
-        return sum(entries[index].num_bytes * len(feed.owners[index]) for index in selected)
+            progress(part.placed_bytes)
+        if part.staged:
+            with closing(feed.tensors(part.staged)) as tensors:
+                self._send_staged(tensors, part.staged, post, progress)
+        return part.read_bytes
+
+    def _selected(self, target: str, feed: Feed, names: Sequence[str] | None) -> _Selection:
+        """What an update of `names` has to move; kept until the offer changes."""
+        key = (target, None if names is None else tuple(names))
+        if key not in self._selections:
+            if len(self._selections) >= NUM_KEPT:
+                self._selections.clear()
+            entries, placed = feed.manifest.entries, self._placed[target]
+            chosen = feed.selected(names)
+            self._selections[key] = _Selection(
+                num_placed=sum(index in placed for index in chosen),
+                placed_bytes=sum(entries[index].num_bytes for index in chosen if index in placed),
+                staged=tuple(entries[index] for index in chosen if index not in placed),
+                read_bytes=sum(entries[index].num_bytes * len(feed.owners[index]) for index in chosen),
+            )
+        return self._selections[key]
 
     def _send_staged(
         self,
@@ -244,6 +269,7 @@ class MappedSender(Sender):
         """See `Sender.close`."""
         self._offer = None
         self._addresses, self._allocations, self._placed, self._slots = [], {}, {}, []
+        self._selections.clear()
         self._exporter.close()
 
 
@@ -350,7 +376,7 @@ class MappedLink(Link):
         placed = take(data, "placed", bool, "the update")
         key = (target, bool(placed), None if names is None else tuple(names))
         if key not in self._chosen:
-            if len(self._chosen) > 16:
+            if len(self._chosen) >= NUM_KEPT:
                 self._chosen.clear()
             self._chosen[key] = self._choose(table, names) if placed else self._choose_staged(table, names)
         buckets = self._chosen[key]
