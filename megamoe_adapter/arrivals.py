@@ -20,7 +20,10 @@ when both parts are new. The tracker holds that and nothing else: no tensors, no
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import operator
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -158,6 +161,23 @@ class ArrivalTracker:
     def _bit_if_written(self, slot: int | str, shard: str, tensors: Sequence[torch.Tensor]) -> int:
         bit = self.bit(slot, shard)
         return 0 if any(tensor.is_meta for tensor in tensors) else bit
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """What some loader calls brought, as bits of `ArrivalTracker` and, for NVFP4, of `GlobalScales`."""
+
+    weights: int = 0
+    scales: int = 0
+    globals: int = 0
+
+    def __or__(self, other: Arrived) -> Arrived:
+        return Arrived(self.weights | other.weights, self.scales | other.scales, self.globals | other.globals)
+
+
+def union(bits: Iterable[int]) -> int:
+    """All bits in one integer."""
+    return functools.reduce(operator.or_, bits, 0)
 
 
 def _name(key: Key, expert_ids: Sequence[int] | None) -> str:

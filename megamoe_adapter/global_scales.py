@@ -29,7 +29,7 @@ import torch
 from torch import nn
 
 from megamoe_adapter.layout import HALF_OF_SHARD
-from megamoe_adapter.names import SHARDS
+from megamoe_adapter.names import ALL_EXPERTS, FUSED_SHARDS, SHARDS
 from weightsync.errors import shown
 
 GLOBAL_KINDS = ("weight_scale_2", "input_scale")
@@ -193,6 +193,25 @@ class GlobalScales:
                 "with a common scale"
             )
         return tables["w13_weight_scale_2"], tables["w2_weight_scale_2"], tables["w2_input_scale"]
+
+
+def split_scalars(
+    tensor: torch.Tensor, shard_id: str, expert_id: int, num_experts: int
+) -> list[tuple[int, str, torch.Tensor]]:
+    """(expert, shard, scalar) of a per-expert scalar, or of all experts' scalars in one tensor: (L,) or (L, shards)."""
+    shards = FUSED_SHARDS.get(shard_id, (shard_id,))
+    if expert_id != ALL_EXPERTS:
+        return [(expert_id, shard, tensor) for shard in shards]
+    if (
+        tensor.dim() not in (1, 2)
+        or tensor.shape[0] != num_experts
+        or tensor.numel() not in (num_experts, num_experts * len(shards))
+    ):
+        raise ValueError(
+            f"fused global scales must be ({num_experts},) or ({num_experts}, {len(shards)}), got {tuple(tensor.shape)}"
+        )
+    columns = tensor.reshape(num_experts, -1).expand(num_experts, len(shards))
+    return [(expert, shard, columns[expert, i]) for expert in range(num_experts) for i, shard in enumerate(shards)]
 
 
 def _scalars(*shape: int, device: torch.device | str | None) -> nn.Parameter:

@@ -21,17 +21,15 @@ from __future__ import annotations
 
 import functools
 import logging
-import operator
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from megamoe_adapter.arrivals import SHARED, ArrivalTracker, Key
+from megamoe_adapter.arrivals import SHARED, ArrivalTracker, Arrived, Key, union
 from megamoe_adapter.bank import ROUTED_PREFIXES, SHARED_PREFIXES, Bank, split_gate_up
-from megamoe_adapter.global_scales import GLOBAL_KINDS, GlobalScales
+from megamoe_adapter.global_scales import GLOBAL_KINDS, GlobalScales, split_scalars
 from megamoe_adapter.names import ALL_EXPERTS, FUSED_SHARDS, SHARDS, ExpertNames, Target, parameter_kind
 from megamoe_adapter.placement import Placement
 from megamoe_adapter.reference import ExpertWeights
@@ -100,7 +98,7 @@ class MegaMoEWeights(nn.Module):
             shared_raw_scales=self.shared_bank.raw_scales if self.shared_bank else False,
         )
         # Keyed by the calls: a model walked for its tensors is not searched through the keys of a dict.
-        self._replayed: dict[tuple[tuple[str, str, int], ...], _Arrived] = {}
+        self._replayed: dict[tuple[tuple[str, str, int], ...], Arrived] = {}
         self._create_parameters(device)
 
     @property
@@ -179,7 +177,7 @@ class MegaMoEWeights(nn.Module):
         """
         calls = tuple(calls)
         if calls not in self._replayed:
-            arrived = _NOTHING
+            arrived = Arrived()
             for name, shard_id, expert_id in calls:
                 found = self._classify(name, shard_id)
                 if found is not None:
@@ -306,7 +304,7 @@ class MegaMoEWeights(nn.Module):
         self, param: torch.Tensor, tensor: torch.Tensor, prefix: str, kind: str, shard_id: str, expert_id: int
     ) -> bool:
         if self.globals is not None and kind in GLOBAL_KINDS:
-            for expert, shard, scalar in _split_globals(tensor, shard_id, expert_id, self.placement.num_experts):
+            for expert, shard, scalar in split_scalars(tensor, shard_id, expert_id, self.placement.num_experts):
                 self.globals.load(param, shard, expert, scalar)
         elif prefix in SHARED_PREFIXES and self.shared_bank is not None:
             for shard, part in split_gate_up(tensor, shard_id):
@@ -333,25 +331,25 @@ class MegaMoEWeights(nn.Module):
             )
         return [(slot, tensor[expert]) for slot, expert in enumerate(self.placement.logical_of_slot)]
 
-    def _arrived(self, prefix: str, kind: str, shard_id: str, expert_id: int) -> _Arrived:
+    def _arrived(self, prefix: str, kind: str, shard_id: str, expert_id: int) -> Arrived:
         """What one loader call has brought."""
         shards = FUSED_SHARDS.get(shard_id, (shard_id,))
         if self.globals is not None and kind in GLOBAL_KINDS:
             experts = range(self.placement.num_experts) if expert_id == ALL_EXPERTS else (expert_id,)
-            return _Arrived(globals=_union(self.globals.bit(kind, e, shard) for e in experts for shard in shards))
+            return Arrived(globals=union(self.globals.bit(kind, e, shard) for e in experts for shard in shards))
         slots: Sequence[int | str]
         if prefix in SHARED_PREFIXES:
             slots, bank = (SHARED,), self.shared_bank
         else:
             bank = self.bank
             slots = range(self.placement.num_slots) if expert_id == ALL_EXPERTS else self.placement.slots_of(expert_id)
-        bits = _union(self.arrivals.bit(slot, shard) for slot in slots for shard in shards)
+        bits = union(self.arrivals.bit(slot, shard) for slot in slots for shard in shards)
         if kind != "weight":
-            return _Arrived(scales=bits)
+            return Arrived(scales=bits)
         # Where no scale is loaded on its own, the weight is all there is to wait for.
-        return _Arrived(weights=bits, scales=bits if bank is not None and bank.scale_kind is None else 0)
+        return Arrived(weights=bits, scales=bits if bank is not None and bank.scale_kind is None else 0)
 
-    def _mark(self, arrived: _Arrived) -> None:
+    def _mark(self, arrived: Arrived) -> None:
         self.arrivals.mark(weights=arrived.weights, scales=arrived.scales)
         if self.globals is not None:
             self.globals.fresh |= arrived.globals
@@ -396,44 +394,6 @@ class MegaMoEWeights(nn.Module):
             f"format {self.bank.format.name} from source {self.bank.source.name}, "
             f"shared expert: {self.shared_decision.reason}"
         )
-
-
-@dataclass(frozen=True, slots=True)
-class _Arrived:
-    """Bits of `ArrivalTracker` and of `GlobalScales`."""
-
-    weights: int = 0
-    scales: int = 0
-    globals: int = 0
-
-    def __or__(self, other: _Arrived) -> _Arrived:
-        return _Arrived(self.weights | other.weights, self.scales | other.scales, self.globals | other.globals)
-
-
-_NOTHING = _Arrived()
-
-
-def _union(bits: Iterable[int]) -> int:
-    return functools.reduce(operator.or_, bits, 0)
-
-
-def _split_globals(
-    tensor: torch.Tensor, shard_id: str, expert_id: int, num_experts: int
-) -> list[tuple[int, str, torch.Tensor]]:
-    """(expert, shard, scalar) of a per-expert scalar, or of all experts' scalars in one tensor: (L,) or (L, shards)."""
-    shards = FUSED_SHARDS.get(shard_id, (shard_id,))
-    if expert_id != ALL_EXPERTS:
-        return [(expert_id, shard, tensor) for shard in shards]
-    if (
-        tensor.dim() not in (1, 2)
-        or tensor.shape[0] != num_experts
-        or tensor.numel() not in (num_experts, num_experts * len(shards))
-    ):
-        raise ValueError(
-            f"fused global scales must be ({num_experts},) or ({num_experts}, {len(shards)}), got {tuple(tensor.shape)}"
-        )
-    columns = tensor.reshape(num_experts, -1).expand(num_experts, len(shards))
-    return [(expert, shard, columns[expert, i]) for expert in range(num_experts) for i, shard in enumerate(shards)]
 
 
 @functools.cache
