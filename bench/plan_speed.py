@@ -80,6 +80,14 @@ def checkpoint(num_experts: int) -> Iterator[tuple[str, torch.Tensor]]:
                 yield name, torch.empty(shape, dtype=torch.bfloat16, device="meta")
 
 
+def hardware() -> str:
+    """The processor, in words, as the other CPU benchmarks name it."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    model = next((line.partition(":")[2].strip() for line in lines if "model name" in line), platform.machine())
+    return f"CPU {model}, 1 thread"
+
+
 def measure(case: str, repeats: int, clock: Callable[[], float]) -> dict[str, object]:
     """One row."""
     num_experts = CASES[case]
@@ -112,7 +120,8 @@ def measure(case: str, repeats: int, clock: Callable[[], float]) -> dict[str, ob
         "bytes": manifest.num_bytes,
         "tensors": len(manifest),
         "extra_bytes": None,
-        "hardware": f"{platform.processor() or platform.machine()}, 1 core, torch {torch.__version__}",
+        "hardware": hardware(),
+        "torch": torch.__version__,
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
     }
 
