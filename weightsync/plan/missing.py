@@ -19,6 +19,7 @@ from weightsync.plan.regions import Region
 from weightsync.plan.writes import Claim, Destination
 
 Gap = tuple[int, int]
+NUM_GAPS_SHOWN = 8  # of one destination; more are summed up
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
 
@@ -47,6 +48,10 @@ def infer_names(
         rest = list(left)
         if rest == list(ranges) and _is_whole(destination, rest):
             names[destination.path] = None
+        elif len(rest) > NUM_GAPS_SHOWN:
+            num_bytes = sum(stop - start for start, stop in rest)
+            total = destination.region.num_bytes
+            names[f"{destination.path}[{num_bytes:,} of {total:,} bytes, in {len(rest)} places]"] = None
         else:
             names.update((f"{destination.path}[{_rows(destination, start, stop)}]", None) for start, stop in rest)
     return list(names)

@@ -39,6 +39,14 @@ def test_one_element_short_is_missing_and_one_too_many_is_duplicated():
     assert set(many.duplicated) == {"a", "c"}
 
 
+def test_many_gaps_of_one_parameter_are_summed_up():
+    base = torch.zeros(32, 4)
+    assert prove([destination(base=base)], [claim(base[::2], "a")]).missing == ("w[256 of 512 bytes, in 16 places]",)
+    assert prove([destination(base=base)], [claim(base[::8], "a")]).missing == tuple(
+        f"w[{row + 1}:{row + 8}]" for row in range(0, 32, 8)
+    )
+
+
 def test_the_right_number_of_bytes_in_the_wrong_place_is_not_complete():
     base = torch.zeros(8, 4)
     coverage = prove([destination()], [claim(base[0:4], "a"), claim(base[2:6], "b")])
