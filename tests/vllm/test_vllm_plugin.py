@@ -115,3 +115,26 @@ def test_start_without_a_trainer_is_refused():
 def test_update_info_must_say_something():
     with pytest.raises(Exception, match="start"):
         make_engine().update_weights({})
+
+
+def test_no_update_starts_while_the_weights_are_not_mapped():
+    class Worker:
+        def sleep(self, level=1):
+            return level
+
+        def wake_up(self, tags=None):
+            return tags
+
+    plugin.watch_sleep(Worker)
+    watched = Worker.sleep
+    plugin.watch_sleep(Worker)
+    assert Worker.sleep is watched
+    engine, worker = make_engine(), Worker()
+    engine._worker = worker
+    assert engine._why_not_ready() is None
+    assert worker.sleep(2) == 2
+    assert "wake it up" in engine._why_not_ready()
+    worker.wake_up(["kv_cache"])
+    assert engine._why_not_ready() is not None
+    worker.wake_up(["weights"])
+    assert engine._why_not_ready() is None

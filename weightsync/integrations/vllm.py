@@ -20,6 +20,7 @@ from typing import Any
 BACKEND = "weightsync"
 SUPPORTED = ("0.32", "0.33")
 WORKER_METHOD = "weightsync_call"
+ASLEEP = "_weightsync_asleep"
 
 
 def check_version(version: str) -> None:
@@ -80,13 +81,41 @@ def _record_layouts_after_construction() -> None:
 
         result = original(model)
         if is_selected(get_current_vllm_config()):
+            from vllm.v1.worker.gpu_worker import Worker
+
             from weightsync.reload.layouts import record_layouts
 
             _leave_native_handles_alone()
+            watch_sleep(Worker)
             record_layouts(model)
         return result
 
     loading.record_metadata_for_reloading = record_metadata_for_reloading
+
+
+def watch_sleep(worker_class: Any) -> None:
+    """Makes workers of a class remember that their weights are not mapped; vLLM's own flag for it also means "paused".
+
+    Args:
+        worker_class: vLLM's worker class, with `sleep(level)` and `wake_up(tags)`. Watching it again changes nothing.
+    """
+    if hasattr(worker_class.sleep, "__wrapped__"):
+        return
+    sleep, wake_up = worker_class.sleep, worker_class.wake_up
+
+    @functools.wraps(sleep)
+    def watched_sleep(self: Any, *args: Any, **kwargs: Any) -> Any:
+        setattr(self, ASLEEP, True)
+        return sleep(self, *args, **kwargs)
+
+    @functools.wraps(wake_up)
+    def watched_wake_up(self: Any, tags: list[str] | None = None) -> Any:
+        result = wake_up(self, tags)
+        if tags is None or "weights" in tags:
+            setattr(self, ASLEEP, False)
+        return result
+
+    worker_class.sleep, worker_class.wake_up = watched_sleep, watched_wake_up
 
 
 def _leave_native_handles_alone() -> None:

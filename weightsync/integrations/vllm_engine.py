@@ -32,7 +32,7 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 from weightsync import control
 from weightsync.control import Json, error_to_json
 from weightsync.errors import ProtocolError, ReloadError
-from weightsync.integrations.vllm import BACKEND, check_version
+from weightsync.integrations.vllm import ASLEEP, BACKEND, check_version
 from weightsync.worker.receiver import Receiver
 
 MODEL, DRAFT = "model", "draft"
@@ -137,6 +137,7 @@ class WeightSyncEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ign
             world=int(parallel.world_size),
             rollback=self._settings.rollback,
             ignore=self._settings.ignore,
+            ready=self._why_not_ready,
             on_publish=(self._before_publish,),
             gate_seconds=self._settings.gate_seconds,
         )
@@ -175,6 +176,11 @@ class WeightSyncEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ign
             if self.device.type != "cpu":
                 stack.enter_context(self.device)
             yield
+
+    def _why_not_ready(self) -> str | None:
+        if getattr(self._worker, ASLEEP, False):
+            return "the engine sleeps and its weights are not mapped; wake it up first"
+        return None
 
     def _before_publish(self, version: int) -> None:
         """What vLLM's worker drops after a reload of its own."""

@@ -18,6 +18,7 @@ A call goes to every worker through `collective_rpc`, and what concerns the whol
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from typing import Any
 
@@ -26,7 +27,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from weightsync import control
-from weightsync.control import Json, error_from_json, error_to_json
+from weightsync.control import Abort, Finish, Json, Start, Update, error_from_json, error_to_json
 from weightsync.errors import ProtocolError, ReloadError, TornModelError, WeightSyncError
 from weightsync.integrations.vllm import BACKEND, WORKER_METHOD
 from weightsync.worker.server import answer_of, parse_body, status_of
@@ -65,6 +66,7 @@ class EngineControl:
         """
         handler = {
             control.START: self._start,
+            control.UPDATE: self._update,
             control.FINISH: self._finish,
             control.ABORT: self._abort,
             control.SHUTDOWN: self._abort,
@@ -73,10 +75,7 @@ class EngineControl:
             control.RESUME: self._resume,
             control.IS_PAUSED: self._is_paused,
         }.get(route)
-        if handler is not None:
-            return await handler(route, body)
-        ranks = await (self._guarded(route, body) if route == control.UPDATE else self._ranks(route, body))
-        return {"ranks": ranks}
+        return await handler(route, body) if handler is not None else {"ranks": await self._ranks(route, body)}
 
     async def _ranks(self, route: str, body: Json) -> list[Json]:
         results = await self._client.collective_rpc(WORKER_METHOD, args=(route, body))
@@ -85,39 +84,44 @@ class EngineControl:
             raise control.primary_error(failures)
         return [result["rank"] for result in results]
 
-    async def _guarded(self, route: str, body: Json) -> list[Json]:
-        """A call of a push: if one rank fails, all of them give the push up."""
+    async def _guarded(self, route: str, body: Json, session_id: str) -> list[Json]:
+        """A call of a push: if one rank fails, all of them give that trainer's push up."""
         try:
             return await self._ranks(route, body)
         except WeightSyncError as error:
-            await self._give_up(f"another rank failed: {error}")
+            abort = Abort(session_id, f"{route} failed on a rank: {error}")
+            with contextlib.suppress(ReloadError):  # the session is another trainer's, and goes on
+                await self._ranks(control.ABORT, control.encode(abort))
+            await self._settle()
             raise
 
     # ---- the push ------------------------------------------------------------------------------------------------
 
     async def _start(self, route: str, body: Json) -> Json:
-        if await self._client.is_sleeping():
-            raise ReloadError(
-                "no weight update can start now: the engine sleeps and its weights are not mapped; wake it up"
-            )
+        start = control.decode(Start, body.get("start_info"))
         paused_now = not await self._client.is_paused()
         if paused_now:
             await self._client.pause_generation(mode=self._pause_mode, clear_cache=False)
             self._paused_here = True
-        ranks = await self._guarded(route, body)
+        ranks = await self._guarded(route, body, start.session_id)
         if self._watcher is None or self._watcher.done():
             self._watcher = asyncio.create_task(self._watch())
         return {"ranks": ranks, "paused": self._pause_mode if paused_now else "before"}
 
+    async def _update(self, route: str, body: Json) -> Json:
+        update = control.decode(Update, body.get("update_info"))
+        return {"ranks": await self._guarded(route, body, update.session_id)}
+
     async def _finish(self, route: str, body: Json) -> Json:
         body = dict(body)
         reset_caches = body.pop("reset_caches", True)
-        phase = body.get("phase", "commit")
-        if phase != "publish":
-            ranks = await self._guarded(route, {**body, "phase": "prepare"})
-            if phase == "prepare":
+        told = {name: value for name, value in body.items() if name != "weight_version"}
+        finish = control.decode(Finish, told)
+        if finish.phase != "publish":
+            ranks = await self._guarded(route, {**body, "phase": "prepare"}, finish.session_id)
+            if finish.phase == "prepare":
                 return {"ranks": ranks}
-        ranks = await self._guarded(route, {**body, "phase": "publish"})
+        ranks = await self._guarded(route, {**body, "phase": "publish"}, finish.session_id)
         caches = await self._reset_caches() if reset_caches else {}
         await self._client.update_weight_version(str(ranks[0]["version"]))
         self.torn = None
@@ -144,22 +148,23 @@ class EngineControl:
         await self._settle()
         return {"ranks": ranks}
 
-    async def _give_up(self, reason: str) -> None:
-        await self._ranks(control.ABORT, {"force": True, "reason": reason})
-        await self._settle()
-
     async def _settle(self) -> None:
         """After a push has ended without a version: generation goes on, unless the model is torn."""
         ranks = await self._ranks(control.INFO, {})
         if any(rank["state"] == "loading" for rank in ranks):
             return
         if any(rank["state"] == "torn" for rank in ranks):
-            self.torn = "the model's weights are part old, part new after a failed push; push all of them to repair it"
-            if not await self._client.is_paused():
-                await self._client.pause_generation(mode="abort", clear_cache=True)
-                self._paused_here = True
+            await self._refuse_requests()
+        else:
+            await self._go_on()
+
+    async def _refuse_requests(self) -> None:
+        """Ends the requests that wait for a torn model, and answers new ones 503."""
+        if self.torn is not None:
             return
-        await self._go_on()
+        self.torn = "the model's weights are part old, part new after a failed push; push all of them to repair it"
+        self._paused_here = self._paused_here or not await self._client.is_paused()
+        await self._client.pause_generation(mode="abort", clear_cache=True)
 
     async def _go_on(self) -> None:
         if self._paused_here:
@@ -179,7 +184,10 @@ class EngineControl:
     # ---- state ---------------------------------------------------------------------------------------------------
 
     async def _info(self, route: str, body: Json) -> Json:
-        return {**answer_of(route, await self._ranks(route, {})), "is_paused": await self._client.is_paused()}
+        answer = answer_of(route, await self._ranks(route, {}))
+        if answer["state"] == "torn":
+            await self._refuse_requests()
+        return {**answer, "is_paused": await self._client.is_paused()}
 
     async def _pause(self, route: str, body: Json) -> Json:
         mode = body.get("mode", "abort")
