@@ -106,7 +106,7 @@ class Survey:
         if fast is not None:
             return fast
         is_plain = isinstance(node, torch.Tensor) or type(node).__module__ not in _SPECIAL
-        if is_plain and hasattr(node, "__dict__") and not isinstance(node, _HOLD_ITEMS) and not _has_slots(type(node)):
+        if is_plain and hasattr(node, "__dict__") and not isinstance(node, _HOLD_ITEMS) and not _has_slots(type(node)):  # type: ignore[arg-type]  # types are hashable
             return _read_attributes
         return self._read_children
 
@@ -174,7 +174,7 @@ def _is_opaque(value: Any) -> bool:
 
 
 @functools.lru_cache(maxsize=4096)
-def _has_slots(kind: type) -> bool:
+def _has_slots(kind: Any) -> bool:
     return any(isinstance(value, types.MemberDescriptorType) for base in kind.__mro__ for value in vars(base).values())
 
 

@@ -34,7 +34,7 @@ class Region:
         """The region that a tensor occupies in its own storage."""
         itemsize = tensor.dtype.itemsize
         return cls(
-            tensor.storage_offset() * itemsize,
+            int(tensor.storage_offset()) * itemsize,
             tuple(tensor.shape),
             tuple(stride * itemsize for stride in tensor.stride()),
             itemsize,

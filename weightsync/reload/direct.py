@@ -25,9 +25,12 @@ from weightsync.plan.writes import Destination, NamePlan, Write
 from weightsync.reload.audit import LiveTensors
 from weightsync.reload.derived import Call, by_module, record_calls
 from weightsync.reload.layerwise import Staging, Unit
+from weightsync.transport.buckets import Bucket
 
 if TYPE_CHECKING:
     from weightsync.plan.plan import ReloadPlan
+
+NUM_PACKINGS_KEPT = 16  # per plan: one for a whole push, a few for updates of a part
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +83,7 @@ class BoundPlan:
     def __init__(self, plan: ReloadPlan, live: LiveTensors, units: Sequence[Unit]) -> None:
         self.plan = plan
         self._units = _shape_of(units)
+        self._whole_names: dict[tuple[int, ...], tuple[tuple[Bucket, ...], tuple[str, ...] | None]] = {}
         self._calls: dict[str, list[tuple[torch.nn.Module, Call]]] | None = None
         self.all_replayed_calls: dict[torch.nn.Module, tuple[Call, ...]] = {}
         unit_of = {module: unit.number for unit in units for module in unit.modules}
@@ -178,6 +182,27 @@ class BoundPlan:
                 offset = write.dest.offset - destination.region.offset
                 regions[destination.path].append((replace(write.dest, offset=offset), write.name))
         return regions
+
+    def whole_names(self, buckets: tuple[Bucket, ...]) -> tuple[str, ...] | None:
+        """The names in `buckets`, if each tensor there is known, whole, and in one of them alone; else None.
+
+        Worked out once for the same bucket objects, as mapped memory gives them at every push.
+        """
+        key = tuple(map(id, buckets))
+        known = self._whole_names.get(key)
+        if known is None:
+            chunks = [chunk for bucket in buckets for chunk in bucket.chunks]
+            names = tuple(chunk.name for chunk in chunks)
+            is_whole = len(set(names)) == len(names) and all(
+                (entry := self.entries.get(chunk.name)) is not None
+                and chunk.start == 0
+                and chunk.num_bytes == entry.num_bytes
+                for chunk in chunks
+            )
+            if len(self._whole_names) >= NUM_PACKINGS_KEPT:
+                self._whole_names.clear()
+            known = self._whole_names[key] = (buckets, names if is_whole else None)
+        return known[1]
 
     def is_bound_to(self, live: LiveTensors, units: Sequence[Unit]) -> bool:
         """Whether the live tensors and the units are still those that this was bound to."""

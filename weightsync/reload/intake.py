@@ -328,9 +328,10 @@ class Intake:
             self._about_to_write_live(other for other, _ in weights)
             self.interpreted_live.update(module for entry in entries for module in entry.modules)
         mapping = self._bound(name).plan.mapping
-        with ExitStack() as stack, self.runner.loading():
+        with ExitStack() as stack:
             for staging in self.staged.values():
                 stack.enter_context(staging.installed())
+                staging.was_interpreted = True
             Loader(self.runner.model, dict(mapping))(weights)
 
     # --- buckets
@@ -366,6 +367,24 @@ class Intake:
             for bound in self.plans:
                 bound.live_replay.copy_bucket(bucket, buffer)
         self._route(arrivals)
+
+    def take_buckets(self, filled: Sequence[tuple[Bucket, torch.Tensor]]) -> None:
+        """Takes several packed buffers that are valid at the same time; on a GPU, live copies of all are one launch.
+
+        Raises:
+            CoverageError, LayoutError: As `take_bucket`; buckets before the one at fault may have been written.
+        """
+        bound = self.plans[0]
+        names = None
+        if len(self.plans) == 1 and bound.is_all_direct and not self._parts.ranges:
+            names = bound.whole_names(tuple(bucket for bucket, _ in filled))
+        if names is None or not self.received.keys().isdisjoint(names):
+            for bucket, buffer in filled:
+                self.take_bucket(bucket, buffer)
+            return
+        self._note_received(names)
+        self._about_to_write_live(names)
+        bound.live_replay.copy_buckets(filled)
 
     # --- the end
 

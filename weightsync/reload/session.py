@@ -214,6 +214,7 @@ class ReloadSession:
 
     def __init__(self, model: torch.nn.Module, options: SessionOptions) -> None:
         self.model = unwrapped(model)
+        self._given = model
         self.mode = options.mode
         self.scope = options.scope
         self.version = options.version
@@ -224,6 +225,7 @@ class ReloadSession:
         self._seconds = {"plan": 0.0, "load": 0.0, "hooks": 0.0, "audit": 0.0}
         self._failure: BaseException | None = None
         self._prepared: ReloadReport | None = None
+        self._python_state: PythonState | None = None
         self._is_open = False
 
     @property
@@ -264,12 +266,23 @@ class ReloadSession:
             LayoutError: A part does not fit its tensor or the buffer.
             ReloadError: The session is not open any more, or has no manifest.
         """
+        self.load_buckets([(bucket, buffer)])
+
+    def load_buckets(self, filled: Sequence[tuple[Bucket, torch.Tensor]]) -> None:
+        """Takes several packed buffers that are all valid now, such as mapped memory; else as `load_bucket`.
+
+        Args:
+            filled: Buckets, each with its buffer.
+
+        Raises:
+            CoverageError, LayoutError, ReloadError: As `load_bucket`.
+        """
         with self._loading():
             if self._options.manifest is None:
                 raise ReloadError(
                     "buckets hold parts of tensors that only a manifest describes; start with manifest=..."
                 )
-            self._intake.take_bucket(bucket, buffer)
+            self._intake.take_buckets(filled)
 
     def prepare(self) -> None:
         """The first half of `finish`: proves completeness, runs the post-load hooks, audits addresses.
@@ -291,7 +304,8 @@ class ReloadSession:
                 f"aborted and the model is {self._state.status}; start again"
             ) from failure
         try:
-            self._prepared = self._finish()
+            with self._runner.loading():
+                self._prepared = self._finish()
         except BaseException as error:
             self._give_up(error)
             raise
@@ -363,7 +377,7 @@ class ReloadSession:
                 self._add_plan(self.plan, is_complete=True)
             self._python_state = PythonState.capture(self.model)
         self._was = self._state.status
-        close_gate(self.model)
+        close_gate(self.model, self._given)
         self._guards.__enter__()
         self._is_open = True
 
@@ -404,7 +418,7 @@ class ReloadSession:
                 f"this reload failed before ({type(self._failure).__name__}: {self._failure}); abort it and start again"
             ) from self._failure
         try:
-            with self._timed("load"):
+            with self._timed("load"), self._runner.loading():
                 yield
         except BaseException as error:
             self._failure = error
@@ -511,7 +525,8 @@ class ReloadSession:
 
     def _give_up(self, error: BaseException) -> None:
         runner = self._runner
-        self._python_state.restore()
+        if self._python_state is not None:
+            self._python_state.restore()
         self._guards.__exit__()
         status: Status = self._was
         if runner.wrote_live:
@@ -524,7 +539,7 @@ class ReloadSession:
         with self._state.lock:
             if status == "torn":
                 open_gate(self.model)  # the restored state had no gate
-                close_gate(self.model)
+                close_gate(self.model, self._given)
                 self._state.torn_by = f"{type(error).__name__}: {error}"
             self._close(status)
 
@@ -532,6 +547,8 @@ class ReloadSession:
         self._is_open = False
         self._intake.close()
         self._journal.close()
+        self._live.close()
+        self._python_state = None
         self._state.status = status
         self._state.session = None
         if status == "live":

@@ -36,7 +36,7 @@ from weightsync.trainer.sources import ModuleSource, WeightSource
 from weightsync.worker.group import EndpointGroup, in_thread, result_within
 
 Source = WeightSource | nn.Module
-_EXPLAIN_SECONDS = 2.0
+_EXPLAIN_SECONDS = 5.0  # how long a failed push waits for the engines' own words
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,8 @@ class PushReport:
         wire_bytes: Bytes that left the trainer: broadcast bytes once, bytes to single ranks once per rank.
         copied_bytes: Bytes that had to be copied on the trainer's side first; 0 when everything was read in place.
         tensors: Number of tensors.
-        seconds: Seconds per stage: `handshake` (0 when none was needed), `start`, `transfer`, `finish`.
+        seconds: Seconds per stage: `handshake` (0 when none was needed), `start`, `transfer`, `finish`; where one
+            control call does a whole push of mapped memory, all of it counts as `transfer`.
         transport: The transport that was used.
         reason: Why that one.
         ranks: Each rank's own report.
@@ -93,6 +94,8 @@ class _Push:
     bytes: int = 0
     tensors: int = 0
     calls: list[_Call] = field(default_factory=list)
+    around: Json = field(default_factory=dict)  # start and version, for a single call that does the whole push
+    last: _Call | None = None
 
 
 class _Call:
@@ -109,6 +112,11 @@ class _Call:
     def wait(self) -> None:
         """See `base.Pending.wait`."""
         result_within(self._future, self._deadline_seconds, "update_weights")
+
+    def answer(self) -> Json:
+        """What the call answered; it has been waited for."""
+        answer: Json = result_within(self._future, 0, "the call")
+        return answer
 
     def error(self, seconds: float) -> BaseException | None:
         """The call's error, if it has one within `seconds`."""
@@ -188,7 +196,7 @@ class TrainerClient:
         Raises:
             WeightSyncError: The engine's own refusal, or the transport's failure. Nothing was published.
         """
-        self.start(version)
+        self._begin(version, is_whole=names is None and len(self._sources) == 1)
         for target in self._sources:
             self.update(names, target=target)
         return self.finish()
@@ -200,6 +208,10 @@ class TrainerClient:
             ReloadError: A push is open already.
             WeightSyncError: See `push`.
         """
+        self._begin(version, is_whole=False)
+
+    def _begin(self, version: int | None, *, is_whole: bool) -> None:
+        """`start`, or if one control call can do the whole push, what that call has to say first."""
         if self._push is not None:
             raise ReloadError("a push is open already; finish or abort it first")
         begin = time.perf_counter()
@@ -210,20 +222,23 @@ class TrainerClient:
         total = sum(feed.wanted_bytes for feed in agreement.feeds.values())
         self._push = _Push(version, total, {"handshake": shaken - begin, "start": 0.0, "transfer": 0.0, "finish": 0.0})
         try:
-            self._start(agreement, version)
+            self._start(agreement, self._push, is_whole)
         except BaseException as error:
             raise self._failed(error) from error.__cause__
         self._push.seconds["start"] = time.perf_counter() - shaken
 
-    def _start(self, agreement: Agreement, version: int) -> None:
+    def _start(self, agreement: Agreement, push: _Push, is_whole: bool) -> None:
         generation, offer, own = agreement.sender.refresh()
         new = generation != agreement.generation
         per_rank = {
             accept.key: {"plans": agreement.plans[index], "offer": own.get(index, {}) if new else {}}
             for index, accept in enumerate(agreement.accepts)
         }
-        start = Start(agreement.session_id, version, generation, offer if new else None, per_rank)
+        start = Start(agreement.session_id, push.version, generation, offer if new else None, per_rank)
         body = {"start_info": control.encode(start)}
+        if not new and is_whole and len(agreement.accepts) == 1 and agreement.sender.is_one_post(*agreement.feeds):
+            push.around = body | {"weight_version": push.version}
+            return
         if not new:
             self._group.call(control.START, body, self._deadline_seconds)
             return
@@ -233,7 +248,7 @@ class TrainerClient:
         done, _ = wait([calling, meeting], timeout=2 * self._deadline_seconds, return_when=FIRST_EXCEPTION)
         failed = [error for future in done if (error := future.exception()) is not None]
         if meeting in done and meeting.exception() and calling not in done:
-            failed += filter(None, [_Call(calling, 0).error(_EXPLAIN_SECONDS)])
+            failed += filter(None, [_Call(calling, 0).error(self._patience())])
         if failed:
             raise control.primary_error(failed)
         result_within(calling, 0, "start_weight_update")
@@ -267,9 +282,10 @@ class TrainerClient:
         def post(data: Json, per_rank: Mapping[int, Json], num_waits: int = 1) -> _Call:
             own = {agreement.accepts[index].key: part for index, part in per_rank.items()}
             update = Update(agreement.session_id, target, listed, data, own)
-            body = {"update_info": control.encode(update)}
+            body = {"update_info": control.encode(update)} | push.around
             seconds = self._deadline_seconds * num_waits
-            call = _Call(in_thread(self._group.call, control.UPDATE, body, seconds), self._deadline_seconds)
+            route = control.PUSH if push.around else control.UPDATE
+            call = push.last = _Call(in_thread(self._group.call, route, body, seconds), self._deadline_seconds)
             push.calls.append(call)
             return call
 
@@ -302,7 +318,10 @@ class TrainerClient:
         begin = time.perf_counter()
         body = {"session_id": agreement.session_id, "weight_version": push.version}
         try:
-            answer = self._group.call(control.FINISH, body, self._deadline_seconds)
+            if push.around and push.last is not None:
+                answer = push.last.answer()
+            else:
+                answer = self._group.call(control.FINISH, body, self._deadline_seconds)
         except BaseException as error:
             raise self._failed(error) from error.__cause__
         push.seconds["finish"] = time.perf_counter() - begin
@@ -365,12 +384,15 @@ class TrainerClient:
         if self._agreement is not None:
             self._agreement.sender.close()
         found = [error]
-        end = time.monotonic() + (_EXPLAIN_SECONDS if isinstance(error, TransportError) else 0)
+        end = time.monotonic() + (self._patience() if isinstance(error, TransportError) else 0)
         for call in push.calls if push is not None else ():
             found += [e for e in [call.error(end - time.monotonic())] if e is not None and e is not error]
         first = control.primary_error([e for e in found if isinstance(e, Exception)] or found)
         self._tear_down(f"the trainer failed: {type(first).__name__}: {first}")
         return error if not isinstance(error, Exception) else first
+
+    def _patience(self) -> float:
+        return min(_EXPLAIN_SECONDS, self._deadline_seconds)
 
     def _tear_down(self, reason: str, route: str = control.ABORT) -> None:
         agreement, self._agreement, self._push = self._agreement, None, None

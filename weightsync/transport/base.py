@@ -204,6 +204,10 @@ class Sender(ABC):
             TransportTimeout: Somebody did not come.
         """
 
+    def is_one_post(self, target: str) -> bool:
+        """Whether `send` of the whole target makes one control call, so that it may carry start and finish too."""
+        return False
+
     @abstractmethod
     def send(self, target: str, names: Sequence[str] | None, post: Post, progress: Progress) -> int:
         """Moves the tensors of one update and returns when every receiver has read them.
@@ -224,7 +228,13 @@ class Sender(ABC):
 
 
 class Link(ABC):
-    """The engine rank's half. One object per connection."""
+    """The engine rank's half. One object per connection.
+
+    Attributes:
+        keeps_buffers: Whether all buffers of an update stay valid until the update is over, as mapped memory does.
+    """
+
+    keeps_buffers = False
 
     @abstractmethod
     def connect(self, offer: Json, own: Json, mine: Mapping[str, Mine], deadline_seconds: float) -> None:
@@ -245,7 +255,7 @@ class Link(ABC):
     def receive(
         self, target: str, names: Sequence[str] | None, data: Json, own: Json
     ) -> Iterator[tuple[Bucket, torch.Tensor]]:
-        """The update's buckets; a buffer is valid until the next one is asked for.
+        """The update's buckets; unless `keeps_buffers`, a buffer is valid until the next one is asked for.
 
         Args:
             target: Which target.

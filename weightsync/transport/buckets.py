@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from weightsync.errors import ProtocolError
 from weightsync.manifest import ParamMeta
@@ -36,12 +37,17 @@ class Chunk:
     offset: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Bucket:
     """One unit of transfer: `num_bytes` bytes that hold `chunks`."""
 
     chunks: tuple[Chunk, ...]
     num_bytes: int
+
+    @cached_property
+    def num_payload_bytes(self) -> int:
+        """Bytes of the chunks, without the padding between them."""
+        return sum(chunk.num_bytes for chunk in self.chunks)
 
 
 def plan_buckets(entries: Sequence[ParamMeta], bucket_bytes: int) -> tuple[Bucket, ...]:

@@ -202,6 +202,11 @@ class MappedSender(Sender):
     def connect(self, deadline_seconds: float) -> None:
         """Nothing to meet: links map on their own."""
 
+    def is_one_post(self, target: str) -> bool:
+        """See `Sender.is_one_post`."""
+        part = self._selected(target, self._feeds[target], None)
+        return part.num_placed > 0 and not part.staged
+
     def send(self, target: str, names: Sequence[str] | None, post: Post, progress: Progress) -> int:
         """See `Sender.send`."""
         feed = self._feeds[target]
@@ -288,6 +293,8 @@ class MappedLink(Link):
     Args:
         mapper: Maps memory; its mappings are released with the link.
     """
+
+    keeps_buffers = True
 
     def __init__(self, mapper: Mapper) -> None:
         self._mapper = mapper

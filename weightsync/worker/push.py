@@ -1,7 +1,7 @@
 """The reload sessions of one push: one per target, opened, fed, finished and given up together.
 
 push = Push(models, plans, "direct", "full", rollback="none", ignore=(), version=7)
-push.load("model", bucket, buffer)
+push.load("model", [(bucket, buffer)])
 push.prepare()                          # hooks and audit of every target; nothing is published yet
 push.publish()                          # version 7 is live on every target
 """
@@ -144,10 +144,10 @@ class Push:
             self.abort(f"the push could not start: {error}")
             raise
 
-    def load(self, target: str, bucket: Bucket, buffer: torch.Tensor) -> None:
-        """Hands one bucket to a target's session; the buffer may be reused when this returns."""
-        self._sessions[target].load_bucket(bucket, buffer)
-        self.bytes_loaded += sum(chunk.num_bytes for chunk in bucket.chunks)
+    def load(self, target: str, filled: Sequence[tuple[Bucket, torch.Tensor]]) -> None:
+        """Hands buckets to a target's session; their buffers may be reused when this returns."""
+        self._sessions[target].load_buckets(filled)
+        self.bytes_loaded += sum(bucket.num_payload_bytes for bucket, _ in filled)
 
     def prepare(self) -> None:
         """Ends the data: post-load hooks and the audit of every target that is not prepared yet."""

@@ -17,6 +17,7 @@ handshake. A push that its trainer left behind is aborted when the deadline pass
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import socket
 import threading
@@ -39,6 +40,7 @@ from weightsync.worker.push import Push, live_version, newest_version, plan_targ
 from weightsync.worker.session import Session, check_hello, target_accept
 
 UPDATING, PAUSED = "updating", "paused"
+_log = logging.getLogger(__name__)
 _numbers = itertools.count()
 
 
@@ -93,6 +95,7 @@ class Receiver:
             control.START: lambda body: self._start(control.decode(Start, body.get("start_info"))),
             control.UPDATE: lambda body: self._update(control.decode(Update, body.get("update_info"))),
             control.FINISH: self._finish,
+            control.PUSH: self._whole_push,
             control.ABORT: lambda body: self._abort(control.decode(Abort, body)),
             control.SHUTDOWN: lambda body: self._shutdown(control.decode(Abort, body)),
             control.INFO: lambda body: self.info(),
@@ -274,7 +277,23 @@ class Receiver:
         session.link.connect(start.offer, own_offer, mine, session.hello.deadline_seconds)
         session.generation = start.generation
 
-    def _update(self, update: Update) -> Json:
+    def _whole_push(self, body: Json) -> Json:
+        """Start, one update and finish: three calls in one, and Python runs while the GPU copies."""
+        start, update = control.decode(Start, body.get("start_info")), control.decode(Update, body.get("update_info"))
+        self._start(start)
+        loaded = self._update(update, wait=False)
+        with self._owned(start.session_id) as session, self._failing(session):
+            self._current(session).prepare()
+            self._wait_for_device()
+        finished = self._finish({"session_id": start.session_id, "weight_version": body.get("weight_version")})
+        return finished | loaded
+
+    def _wait_for_device(self) -> None:
+        """Before the trainer is told that it may overwrite what was read."""
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+
+    def _update(self, update: Update, wait: bool = True) -> Json:
         with self._owned(update.session_id) as session, self._failing(session):
             push = self._current(session)
             if error := missing_targets([update.target], list(session.plans)):
@@ -283,13 +302,17 @@ class Receiver:
                 raise ProtocolError("no transport is connected")
             own = update.per_rank.get(f"{self.engine}/{self.rank}", {})
             before = push.bytes_loaded
-            for bucket, buffer in session.link.receive(update.target, update.names, update.data, own):
-                if self._cancelled is not None:
-                    raise ReloadError(f"the update was aborted: {self._cancelled}")
-                # gloo receives in host memory; one bucket at a time goes over to the GPU
-                push.load(update.target, bucket, buffer.to(self.device))
-            if self.device.type == "cuda":
-                torch.cuda.current_stream(self.device).synchronize()  # the trainer may overwrite once this is answered
+            received = session.link.receive(update.target, update.names, update.data, own)
+            if session.link.keeps_buffers:
+                push.load(update.target, list(received))
+            else:
+                for bucket, buffer in received:
+                    if self._cancelled is not None:
+                        raise ReloadError(f"the update was aborted: {self._cancelled}")
+                    # gloo receives in host memory; one bucket at a time goes over to the GPU
+                    push.load(update.target, [(bucket, buffer.to(self.device))])
+            if wait:
+                self._wait_for_device()
             return {"bytes": push.bytes_loaded - before}
 
     def _finish(self, body: Json) -> Json:
@@ -375,6 +398,7 @@ class Receiver:
         push, self._push = self._push, None
         try:
             if push is not None:
+                _log.warning("%s/%d gives up the push of version %d: %s", self.engine, self.rank, push.version, reason)
                 push.abort(reason)
         finally:
             if session is not None and session.link is not None:

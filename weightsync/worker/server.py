@@ -160,9 +160,10 @@ class _Metrics:
         self._seconds.labels(route).observe(seconds)
         if "error" in content:
             self._failures.labels(content["error"]["type"]).inc()
-        elif route == control.UPDATE:
+            return
+        if route in (control.UPDATE, control.PUSH):
             self._bytes.inc(sum(rank.get("bytes", 0) for rank in content["ranks"]))
-        elif route == control.FINISH:
+        if route in (control.FINISH, control.PUSH):
             versions = [rank["version"] for rank in content["ranks"] if "version" in rank]
             if versions:
                 self._version.set(min(versions))

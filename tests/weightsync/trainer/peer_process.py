@@ -54,12 +54,12 @@ def engine(pause_at):
 
     real, count = push.Push.load, [0]
 
-    def load(self, target, bucket, buffer):
+    def load(self, target, filled):
         count[0] += 1
         if count[0] == int(pause_at):
             say("mid")
             time.sleep(PATIENCE)
-        real(self, target, bucket, buffer)
+        real(self, target, filled)
 
     push.Push.load = load
     say(BackgroundServer(Receiver(Toy(2))).url)

@@ -291,7 +291,7 @@ def test_a_receiver_that_fails_in_mid_push_gives_its_own_words(transport, reach,
 
     real = push.Push.load
 
-    def failing(self, target, bucket, buffer):
+    def failing(self, target, filled):
         raise LayoutError("the kernel said no", names=["big"])
 
     monkeypatch.setattr(push.Push, "load", failing)

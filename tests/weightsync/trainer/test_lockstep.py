@@ -28,11 +28,11 @@ def test_three_ranks_gather_in_step_whether_a_push_succeeds_is_refused_or_fails_
     receiver = Receiver(engine)
     real, versions = push.Push.load, []
 
-    def failing(self, target, bucket, buffer):
+    def failing(self, target, filled):
         versions.append(self.version)
         if self.version == 7 and versions.count(7) == 3:
             raise LayoutError("the engine failed in the middle", names=["big"])
-        real(self, target, bucket, buffer)
+        real(self, target, filled)
 
     monkeypatch.setattr(push.Push, "load", failing)
     with BackgroundServer(receiver) as server:

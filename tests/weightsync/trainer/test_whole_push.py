@@ -1,0 +1,92 @@
+"""Where nothing new has to be connected, one control call does a whole push; else start, update and finish do."""
+
+import pytest
+from push_toys import Toy, addresses, refill, state_bytes
+
+from weightsync import control
+from weightsync.errors import ReloadError
+from weightsync.trainer.client import TrainerClient
+from weightsync.worker.receiver import Receiver
+
+
+class Watched(Receiver):
+    """Counts the calls that reach it."""
+
+    def __init__(self, model):
+        super().__init__(model)
+        self.routes = []
+
+    def call(self, route, body, deadline_seconds):
+        self.routes.append(route)
+        return super().call(route, body, deadline_seconds)
+
+
+def connected(transport="memory", **options):
+    trainer, engine = Toy(1), Toy(2)
+    receiver = Watched(engine)
+    client = TrainerClient(trainer, receiver, transport=transport, deadline_seconds=5.0, **options)
+    client.push(1)
+    receiver.routes.clear()
+    return trainer, engine, receiver, client
+
+
+def test_a_later_push_of_mapped_memory_is_one_call():
+    trainer, engine, receiver, client = connected()
+    where = addresses(engine)
+    refill(trainer, 3)
+    report = client.push(2)
+    assert receiver.routes == [control.PUSH]
+    assert report.version == receiver.version == 2
+    assert report.ranks[0]["bytes"] == report.bytes > 0
+    assert state_bytes(engine) == state_bytes(trainer)
+    assert addresses(engine) == where
+
+
+def test_a_transport_that_streams_keeps_its_calls():
+    trainer, engine, receiver, client = connected("gloo")
+    refill(trainer, 3)
+    client.push(2)
+    assert receiver.routes == [control.START, control.UPDATE, control.FINISH]
+    assert state_bytes(engine) == state_bytes(trainer)
+
+
+def test_two_engines_publish_in_two_phases():
+    trainer = Toy(1)
+    receivers = [Watched(Toy(2)), Watched(Toy(3))]
+    client = TrainerClient(trainer, receivers, transport="memory", deadline_seconds=5.0)
+    client.push(1)
+    client.push(2)
+    for receiver in receivers:
+        assert control.PUSH not in receiver.routes
+        assert receiver.version == 2
+
+
+def test_a_whole_push_that_fails_publishes_nothing_and_the_next_one_repairs_it(monkeypatch):
+    trainer, engine, receiver, client = connected()
+    from weightsync.worker import push
+
+    real = push.Push.prepare
+
+    def failing(self):
+        raise ReloadError("a hook failed")
+
+    refill(trainer, 3)
+    monkeypatch.setattr(push.Push, "prepare", failing)
+    with pytest.raises(ReloadError, match="a hook failed"):
+        client.push(2)
+    assert receiver.state == "torn"
+    assert receiver.version is None
+    monkeypatch.setattr(push.Push, "prepare", real)
+    client.push(3)
+    assert (receiver.state, receiver.version) == ("live", 3)
+    assert state_bytes(engine) == state_bytes(trainer)
+
+
+def test_an_old_version_is_refused_before_a_byte_moves():
+    trainer, engine, receiver, client = connected()
+    before = state_bytes(engine)
+    refill(trainer, 3)
+    with pytest.raises(ReloadError, match="version"):
+        client.push(1)
+    assert state_bytes(engine) == before
+    assert (receiver.state, receiver.version) == ("live", 1)
