@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -199,7 +200,9 @@ class _Stage:
             child.close()
 
     def _start(self, module: str, name: str) -> Child:
-        child = Child(module, log=self._run_dir / f"{name}.log")
+        # Three processes share the machine, and more threads than cores only slow down tensors of this size.
+        threads = os.environ.get("OMP_NUM_THREADS", "1")
+        child = Child(module, log=self._run_dir / f"{name}.log", environment={"OMP_NUM_THREADS": threads})
         self._children.append(child)
         return child
 

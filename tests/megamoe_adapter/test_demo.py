@@ -70,7 +70,7 @@ class InProcess:
 
     parts: ClassVar[dict] = {}
 
-    def __init__(self, module, log):
+    def __init__(self, module, log, environment):
         self._events = []
         self._part = self.parts[module](lambda **event: self._events.append(event))
         self._answers = []
