@@ -21,7 +21,7 @@ from weightsync.errors import LayoutError, shown
 from weightsync.reachable import PythonState, Slot, walk, walk_module
 from weightsync.reload.audit import LiveSlot, LiveTensors
 from weightsync.reload.journal import Journal
-from weightsync.reload.layerwise import Staging, is_below
+from weightsync.reload.layerwise import Staging, ancestors
 from weightsync.reload.observe import Index, TensorLog, assignments, index_of
 from weightsync.reload.partial import Partial, Unsent
 from weightsync.reload.post_load import Hook, HookGuards, activation_dtype, declares_direct
@@ -72,6 +72,7 @@ class HookRunner:
         self._guards = guards
         self._partial = partial
         self._finished: set[str] = set()
+        self._inference = any(parameter.is_inference() for parameter in model.parameters())
 
     def applies(self, hook: Hook) -> bool:
         """Whether a hook's module, or one below it, received data; in a full session all did."""
@@ -102,7 +103,7 @@ class HookRunner:
         if self._partial is not None:
             self._partial.refuse_unfit(unit.modules)
         self._finished.update(unit.modules, (hook.path for hook in hooks))
-        if not hooks and not unit.from_record:
+        if not hooks and not unit.from_record and not staging.was_interpreted:
             for path, staged in staging.tensors.items():
                 if path in self.loaded:
                     self.write(path, self.live.by_path[path].alias, staged)
@@ -122,22 +123,22 @@ class HookRunner:
         hooks = [hook for hook in self.hooks if not self._guards.has_run(hook) and self.applies(hook)]
         left_alone = {path for staging in stagings for path in staging.unit.modules} | self._finished | set(interpreted)
         records = state_of(self.model).records
+        hooked = {hook.path for hook in hooks}
         scopes = [
             list(records[module].scopes[1:])
             for path, module in self.modules.items()
             if module in records
             and path not in left_alone
             and not declares_direct(module)
-            and any(is_below(path, hook.path) for hook in hooks)
+            and not hooked.isdisjoint(ancestors(path))
         ]
-        if hooks or stagings or interpreted or self._refreshes:
+        if hooks or stagings or interpreted or self.ran or self._refreshes:
             self._run(stagings, scopes, hooks, self.live.by_path, None)
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """Inside, loaders and hooks may write parameters in place."""
-        inference = any(parameter.is_inference() for parameter in self.model.parameters())
-        with torch.inference_mode() if inference else torch.no_grad():
+        """Inside, parameters may be written in place, whatever mode the caller is in."""
+        with torch.inference_mode(self._inference), torch.no_grad():
             yield
 
     @property

@@ -67,9 +67,17 @@ def build_units(
     layerwise = [path for path, mode in modes.items() if mode.mode == "layerwise"]
     groups = _Groups(layerwise)
     hooks = list(hooks)
-    early = [hook for hook in hooks if hook.stage is Stage.MODULE and hook.callable_by_us]
-    for hook in early:
-        groups.join(path for path in layerwise if is_below(path, hook.path))
+    early: dict[str, list[Hook]] = {}
+    for hook in hooks:
+        if hook.stage is Stage.MODULE and hook.callable_by_us:
+            early.setdefault(hook.path, []).append(hook)
+    below: dict[str, list[str]] = {path: [] for path in early}
+    for path in modes:
+        for ancestor in ancestors(path):
+            if ancestor in below:
+                below[ancestor].append(path)
+    for paths in below.values():
+        groups.join(path for path in paths if path in groups)
     by_block: dict[int, list[str]] = {}
     for path, scope in parameters.items():
         for layout in scope.values.values():
@@ -78,15 +86,15 @@ def build_units(
     for paths in by_block.values():
         groups.join(paths)
     waiting = {id(hook.module) for hook in hooks if hook.stage is not Stage.MODULE}
+    order = {id(hook): position for position, hook in enumerate(hooks)}
     units: list[Unit] = []
     for members in groups.all():
-        own = tuple(hook for hook in early if any(is_below(path, hook.path) for path in members))
+        owners = dict.fromkeys(above for path in members for above in ancestors(path) if above in early)
+        own = sorted((hook for above in owners for hook in early[above]), key=lambda hook: order[id(hook)])
+        hooked = {path for above in owners for path in below[above]}
         recorded = tuple(path for path in members if modes[path].from_record)
-        is_late = any(
-            id(modules[path]) in waiting or not any(is_below(path, hook.path) for hook in own) for path in recorded
-        )
-        needs = frozenset(path for path in modes if path in members or any(is_below(path, hook.path) for hook in own))
-        units.append(Unit(len(units), tuple(members), recorded, own, needs, is_late))
+        is_late = any(id(modules[path]) in waiting or path not in hooked for path in recorded)
+        units.append(Unit(len(units), tuple(members), recorded, tuple(own), frozenset(hooked.union(members)), is_late))
     return units
 
 
@@ -123,6 +131,7 @@ class Staging:
         swap: The staged values.
         tensors: Staged tensors by path.
         num_bytes: Bytes of all tensors made for it.
+        was_interpreted: Whether a loader ran on it, and may have put other tensors in place of the staged ones.
     """
 
     def __init__(
@@ -134,6 +143,7 @@ class Staging:
         written: Collection[str],
     ) -> None:
         self.unit = unit
+        self.was_interpreted = False
         self._model = model
         self._modules = modules
         self._parameters = parameters
@@ -200,9 +210,12 @@ class Staging:
         return deep
 
 
-def is_below(path: str, ancestor: str) -> bool:
-    """Whether a module path is `ancestor` or within it."""
-    return not ancestor or path == ancestor or (path.startswith(ancestor) and path[len(ancestor)] in ".[{")
+def ancestors(path: str) -> Iterator[str]:
+    """A module path and the paths that it lies within, the model's own ("") last."""
+    while path:
+        yield path
+        path = path[: max(path.rfind("."), path.rfind("["), path.rfind("{"), 0)]
+    yield ""
 
 
 def _live_buffers(module: torch.nn.Module, path: str) -> Scope:

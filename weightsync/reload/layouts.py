@@ -156,6 +156,7 @@ def module_modes(
             modes[path] = ModuleMode(mode, "no hook can change its layout", from_record=False)
         if modes[path].from_record and record is None:
             unrecorded.append(path or type(module).__name__)
+    _follow_shared_tensors(modules, records, modes)
     if unrecorded:
         raise LayoutError(
             f"{len(unrecorded)} modules have a post-load hook, and their layout before it is not known: "
@@ -204,6 +205,34 @@ def _has_loadable(module: torch.nn.Module, record: ModuleRecord | None) -> bool:
     return bool(loadable_parameters(module)) or any(
         isinstance(value, TensorLayout) and value.attributes.get("weight_loader_numel") != 0 for value in recorded
     )
+
+
+def _follow_shared_tensors(
+    modules: Mapping[str, torch.nn.Module],
+    records: Mapping[torch.nn.Module, ModuleRecord],
+    modes: dict[str, ModuleMode],
+) -> None:
+    """A module that shared a parameter with one in recorded layout goes there too: both see one tensor again."""
+    sharing: dict[int, list[str]] = {}
+    for path in modes:
+        record = records.get(modules[path])
+        blocks = (
+            {id(value.block) for value in record.parameters.values() if isinstance(value, TensorLayout)}
+            if record
+            else ()
+        )
+        for block in blocks:
+            sharing.setdefault(block, []).append(path)
+    groups = [paths for paths in sharing.values() if len(paths) > 1]
+    changed = True
+    while changed:
+        changed = False
+        for paths in groups:
+            leaders = [path for path in paths if modes[path].from_record]
+            for path in paths if leaders else ():
+                if not modes[path].from_record:
+                    modes[path] = ModuleMode("layerwise", f"it shares a parameter with {leaders[0]}", from_record=True)
+                    changed = True
 
 
 def _changed_parameters(module: torch.nn.Module, record: ModuleRecord) -> list[str]:

@@ -547,8 +547,9 @@ class ReloadSession:
         self._is_open = False
         self._intake.close()
         self._journal.close()
-        self._live.close()
         self._python_state = None
+        # Whoever keeps the session must not keep tensors with it.
+        del self._intake, self._runner, self._live, self._partial, self._units
         self._state.status = status
         self._state.session = None
         if status == "live":

@@ -278,3 +278,47 @@ def test_the_stride_of_a_dim_of_size_one_means_nothing(mode):
     model = cold(Tiny(), {"w": full(1, 1, 4)})
     push(model, {"w": full(2, 1, 4)}, mode)
     assert model.w_t.flatten().tolist() == [2] * 4
+
+
+@both_modes
+def test_a_result_with_other_strides_is_refused(mode):
+    results = [lambda w: w.clone(), lambda w: w.t().contiguous().t()]
+
+    def hook(layer):
+        layer.d = results.pop(0)(layer.w.data)
+
+    model = cold(one(hook, w=zeros(2, 3)), {"l.w": full(1, 2, 3)})
+    with pytest.raises(LayoutError, match=r"l\.d: stride \(3, 1\) became \(1, 2\)"):
+        push(model, {"l.w": full(5, 2, 3)}, mode)
+
+
+@both_modes
+def test_a_place_that_comes_up_holds_the_live_tensor_not_the_staged_one(mode):
+    def hook(layer):
+        layer.num_runs += 1
+        if layer.num_runs > 1:
+            layer.alias = layer.w
+
+    model = one(hook)
+    model.l.num_runs = 0
+    cold(model, {"l.w": full(1, 4)})
+    parameter = model.l.w
+    assert push(model, {"l.w": full(5, 4)}, mode).added == ["l.alias"]
+    assert model.l.alias is parameter
+
+
+@both_modes
+def test_a_container_that_a_hook_fills_in_place_is_kept(mode):
+    def hook(layer):
+        layer.table["d"] = layer.w.data * 2
+        layer.parts.append(layer.w.data * 3)
+
+    model = one(hook)
+    model.l.table, model.l.parts = {}, []
+    cold(model, {"l.w": full(1, 4)})
+    graph = Captured(model)
+    for value in (5, 6):
+        push(model, {"l.w": full(value, 4)}, mode)
+        graph.check(model)
+        assert model.l.table["d"].tolist() == [2 * value] * 4
+        assert [part.tolist() for part in model.l.parts] == [[3 * value] * 4]

@@ -173,8 +173,9 @@ def test_every_order_of_arrival_gives_the_same_bytes(mode):
     weights = {"l.a": codes(10, 2), "l.b": codes(20, 2), "m.w": codes(30, 2), "n.a": codes(40, 1), "n.b": codes(50, 1)}
     model = cold(Net(**layers), weights)
     wanted = state_bytes(model)
-    for order in itertools.permutations(weights):
-        push(model, {name: full(0, *weights[name].shape) for name in weights}, mode)
+    for seed, order in enumerate(itertools.permutations(weights)):
+        for parameter in model.parameters():
+            parameter.data.fill_(seed)
         push_in_chunks(model, {name: weights[name] for name in order}, mode)
         assert state_bytes(model) == wanted
 
@@ -453,3 +454,108 @@ def test_a_model_hook_that_scales_a_buffer_and_its_children_does_not_compound(mo
         graph.check(model)
         assert state_bytes(model) == wanted
     assert len(runs) == 3  # a first attempt showed that the hook scales the buffer; it was undone, this list too
+
+
+@both_modes
+@pytest.mark.parametrize("frees", [False, True])
+def test_a_tied_head_that_packs_and_frees_its_weight_follows_the_embedding(mode, frees):
+    def pack(layer):
+        layer.packed = layer.w.data.t().contiguous() * 2
+        if frees:
+            layer.w = None
+
+    def make():
+        model = Net(embed=Layer(w=zeros(2, 3)), head=Layer(pack))
+        model.head.w = model.embed.w
+        return model
+
+    model = cold(make(), {"embed.w": codes(1, 2, 3)})
+    graph = Captured(model)
+    for seed in (7, 20):
+        push(model, {"embed.w": codes(seed, 2, 3)}, mode)
+        graph.check(model)
+        assert state_bytes(model) == state_bytes(cold(make(), {"embed.w": codes(seed, 2, 3)}))
+
+
+@both_modes
+def test_a_loader_that_puts_another_tensor_in_place_is_turned_into_a_copy(mode):
+    class Rebinding(Net):
+        def load_weights(self, weights):
+            for name, tensor in weights:
+                if name == "l.w":
+                    self.l.w.data = tensor * 2
+                else:
+                    self.l.b = param(tensor + 1)
+
+    for hook in (None, lambda layer: layer.w.data.neg_()):
+        model = cold(Rebinding(l=Layer(hook, w=zeros(2), b=zeros(2))), {"l.w": full(1, 2), "l.b": full(1, 2)})
+        graph = Captured(model)
+        push(model, {"l.w": full(5, 2), "l.b": full(6, 2)}, mode)
+        graph.check(model)
+        assert (model.l.w.abs().tolist(), model.l.b.tolist()) == ([10, 10], [7, 7])
+
+
+@both_modes
+def test_modules_in_a_plain_list_are_staged_hooked_and_audited(mode):
+    class Hidden(Net):
+        def __init__(self):
+            super().__init__(l=Layer(w=zeros(2)))
+            self.blocks = [Layer(swap_halves, w13=zeros(4, 2))]
+
+        def load_weights(self, weights):
+            for name, tensor in weights:
+                (self.l.w if name == "l.w" else self.blocks[0].w13).data.copy_(tensor)
+
+    weights = {"l.w": full(2, 2), "block": codes(1, 4, 2)}
+    model = cold(Hidden(), {"l.w": full(1, 2), "block": zeros(4, 2)})
+    graph = Captured(model)
+    for _ in range(2):
+        report = push(model, weights, mode)
+        graph.check(model)
+        assert state_bytes(model) == state_bytes(cold(Hidden(), weights))
+    assert report.hooks == ["blocks[0].quant_method.process_weights_after_loading"]
+
+
+@both_modes
+def test_an_attention_layer_with_scales_of_its_own_is_finished_after_its_neighbours(mode):
+    class ScaledAttention(Layer):
+        def process_weights_after_loading(self, act_dtype):
+            self.k_scale_float = float(self.k_scale)
+            self.k_scale_host = self.k_scale.data.clone()
+            self.w_uk = self.proj.packed * self.k_scale.data
+            del self.k_scale
+
+    def make():
+        model = Net(attn=ScaledAttention(k_scale=zeros(1)), tail=Layer(w=zeros(2)))
+        model.attn.proj = Layer(lambda layer: setattr(layer, "packed", layer.w.data + 1), w=zeros(2))
+        return model
+
+    weights = {"attn.k_scale": full(3, 1), "attn.proj.w": full(4, 2), "tail.w": full(5, 2)}
+    model = cold(make(), {name: torch.ones_like(value) for name, value in weights.items()})
+    graph = Captured(model)
+    for _ in range(2):
+        push(model, weights, mode)
+        graph.check(model)
+        assert state_bytes(model) == state_bytes(cold(make(), weights))
+    assert model.attn.k_scale_float == 3.0
+    assert model.attn.w_uk.tolist() == [15, 15]
+
+
+@both_modes
+@pytest.mark.parametrize("built_in_inference_mode", [False, True])
+@pytest.mark.parametrize("pushed_in_inference_mode", [False, True])
+def test_inference_mode_on_either_side_does_not_matter(mode, built_in_inference_mode, pushed_in_inference_mode):
+    with torch.inference_mode(built_in_inference_mode):
+        model = cold(build(swap_halves), checkpoint(1))
+    graph = Captured(model)
+    with torch.inference_mode(pushed_in_inference_mode):
+        session = start_reload(model, mode=mode, rollback="host")
+        session.load_weights(checkpoint(2))
+    session.finish()
+    graph.check(model)
+    assert state_bytes(model) == state_bytes(cold(build(swap_halves), checkpoint(2)))
+    session = start_reload(model, mode=mode, rollback="host")
+    session.load_weights(checkpoint(3))
+    with torch.inference_mode(pushed_in_inference_mode):
+        session.abort()
+    assert state_bytes(model) == state_bytes(cold(build(swap_halves), checkpoint(2)))

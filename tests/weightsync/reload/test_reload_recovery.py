@@ -1,6 +1,8 @@
 """Kind L: a reload commits, or the model serves the old bytes, or it refuses to serve and says so."""
 
+import gc
 import threading
+import weakref
 
 import pytest
 import torch
@@ -161,6 +163,30 @@ def test_a_model_does_not_serve_while_it_loads(mode):
     session.finish()
     assert float(model()) == 16.0
     assert not model._forward_pre_hooks
+
+
+def test_the_gate_holds_for_a_compiled_wrapper_that_was_traced_before():
+    model = cold(build(), weights(1))
+    compiled = torch.compile(model, backend="eager")
+    assert float(compiled()) == 8.0
+    session = start_reload(compiled)
+    with pytest.raises(ReloadError, match="open"):
+        compiled()
+    session.load_weights(weights(2))
+    session.finish()
+    assert float(compiled()) == 16.0
+
+
+def test_a_finished_session_keeps_no_tensor_alive():
+    model = cold(build(double), weights(1))
+    session = start_reload(model, mode="layerwise", rollback="device")
+    session.load_weights(weights(2))
+    session.finish()
+    storages = [weakref.ref(parameter.untyped_storage()) for parameter in model.parameters()]
+    for parameter in model.parameters():
+        parameter.data = zeros(0)
+    gc.collect()
+    assert [storage() for storage in storages] == [None] * 4
 
 
 @both_modes
