@@ -3,11 +3,12 @@
     weightsync demo                                           every mode over every transport
     weightsync demo --mode direct --transport shm --json      one column, for programs
 
-Exit code 0 only if every push was proved.
+Exit code 0 only if every push was proved, 1 if one was not, 2 if the demo could not be carried out.
 """
 
 from __future__ import annotations
 
+import sys
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -40,16 +41,21 @@ def demo(
     """Push new weights from a trainer process into a live engine process; prove each push against a cold load."""
     from rich.console import Console
 
+    from megamoe_adapter.demo.child import ChildError
     from megamoe_adapter.demo.display import Display, table
-    from megamoe_adapter.demo.story import run_demo
+    from megamoe_adapter.demo.story import DemoError, run_demo
 
-    with Display(Console(stderr=True)) as display:
-        result = run_demo(
-            workdir,
-            modes=["direct", "layerwise"] if mode is ModeChoice.all else [mode.value],
-            transports=["shm", "gloo"] if transport is TransportChoice.all else [transport.value],
-            progress=display,
-        )
+    try:
+        with Display(Console(stderr=True)) as display:
+            result = run_demo(
+                workdir,
+                modes=["direct", "layerwise"] if mode is ModeChoice.all else [mode.value],
+                transports=["shm", "gloo"] if transport is TransportChoice.all else [transport.value],
+                progress=display,
+            )
+    except (ChildError, DemoError) as error:
+        print(f"the demo could not be carried out: {error}", file=sys.stderr)
+        raise typer.Exit(2) from None
     if as_json:
         print(result.to_json())
     else:
