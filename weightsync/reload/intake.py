@@ -55,6 +55,7 @@ class Intake:
         staged: Units that are staged now, by number.
         interpreted_live: Modules whose loaders were run on live tensors.
         peak_staged_bytes: The most bytes of staged copies.
+        peak_together_bytes: The most bytes of copies that waited for the others that their loader needs with them.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class Intake:
         self.staged: dict[int, Staging] = {}
         self.interpreted_live: set[str] = set()
         self.peak_staged_bytes = 0
+        self.peak_together_bytes = 0
         self._parameters = parameters
         self._policy = held_policy
         self.plans: list[BoundPlan] = []
@@ -320,6 +322,8 @@ class Intake:
         plan = self.entries[name].plan
         needed = plan.together or (name,)
         self._together[name] = tensor.detach().clone(memory_format=torch.contiguous_format)
+        waiting = sum(tensor.nbytes for tensor in self._together.values())
+        self.peak_together_bytes = max(self.peak_together_bytes, waiting)
         if not all(other in self._together for other in (name, *needed)):
             return
         weights = [(other, self._together.pop(other)) for other in dict.fromkeys((*needed, name))]

@@ -84,7 +84,7 @@ def assignments(holders: Iterable[Any]) -> Iterator[dict[int, set[str]]]:
     """Names that are assigned on each holder inside the block, by `id` of the holder.
 
     Each holder gets a subclass of its class whose `__setattr__` notes the name. A holder whose class cannot be changed
-    (slots, C types) is left out; its attributes are compared by identity alone.
+    (slots, C types, a metaclass) is left out; its attributes are compared by identity alone.
     """
     assigned: dict[int, set[str]] = {}
     changed: list[tuple[Any, type]] = []
@@ -105,13 +105,19 @@ def assignments(holders: Iterable[Any]) -> Iterator[dict[int, set[str]]]:
             object.__setattr__(holder, "__class__", cls)
 
 
+class _Blank:
+    """Stands in for the base of a class under construction."""
+
+
 def _noting(cls: type, assigned: dict[int, set[str]]) -> type:
     def note(self: Any, name: str, value: Any) -> None:
         assigned[id(self)].add(name)
         cls.__setattr__(self, name, value)  # type: ignore[call-arg]  # mypy takes it for object's
 
-    namespace = {"__setattr__": note, "__slots__": (), "__module__": cls.__module__, "__qualname__": cls.__qualname__}
-    return type(cls)(cls.__name__, (cls,), namespace)
+    namespace = {"__setattr__": note, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
+    noting = type(cls.__name__, (_Blank,), namespace)
+    noting.__bases__ = (cls,)  # this way no `__init_subclass__` runs, which may register classes
+    return noting
 
 
 def _classify(

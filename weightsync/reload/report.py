@@ -33,7 +33,8 @@ class ReloadReport:
             forward, and then at their old address. Run one forward before a captured graph that reads them is
             replayed, or give the module a `refresh_derived()`.
         peak_staged_bytes: The most bytes of staged copies at any time.
-        peak_held_bytes: The most bytes of held copies of tensors that came before their turn.
+        peak_held_bytes: The most bytes of held copies of tensors that came before their turn, or before others that
+            their loader needs with them.
         spilled_bytes: Bytes that were held in host memory or a file instead.
         journal_bytes: Old bytes kept for rollback.
         seconds: Time of the stages "plan", "load", "hooks" and "audit".

@@ -209,13 +209,23 @@ class Swap:
         return blocks
 
     def _make(self) -> None:
+        """Makes the new tensors: where they were recorded, or on the device that the model moved to since."""
         wanted: list[tuple[TensorLayout, bool]] = []
+        devices = [
+            t.device for live in self.live for t in live.values() if isinstance(t, torch.Tensor) and not t.is_meta
+        ]
         for scope, _, value, live in self._entries():
             for layout, _ in _tensors(value, live):
                 if id(layout.block) in self._new_blocks:
                     kept = layout.block.start is not None and scope.registry != "parameters"
                     wanted.append((layout, self._placeholder and not kept))
-        self._made |= allocate(layout for layout, is_meta in wanted if not is_meta)
+        by_device: dict[torch.device | None, list[TensorLayout]] = {}
+        for layout, is_meta in wanted:
+            if not is_meta:
+                moved = bool(devices) and layout.block.device not in devices
+                by_device.setdefault(devices[0] if moved else None, []).append(layout)
+        for device, layouts in by_device.items():
+            self._made |= allocate(layouts, device)
         self._made |= allocate((layout for layout, is_meta in wanted if is_meta), "meta")
 
     def _build(self, value: Any, live: Any) -> Any:

@@ -476,7 +476,7 @@ class ReloadSession:
             added=added,
             rebuilt_on_forward=empty_lazy_caches(self.model, runner.modules) if intake.received else [],
             peak_staged_bytes=intake.peak_staged_bytes,
-            peak_held_bytes=intake.held.peak_bytes,
+            peak_held_bytes=intake.held.peak_bytes + intake.peak_together_bytes,
             spilled_bytes=intake.held.spilled_bytes,
             journal_bytes=self._journal.num_bytes,
             seconds=self._seconds,

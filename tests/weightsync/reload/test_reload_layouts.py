@@ -259,6 +259,17 @@ def test_two_values_for_a_tied_parameter_are_refused(mode, chunks):
     assert state_bytes(model) == before
 
 
+@both_modes
+def test_a_second_value_for_the_same_bytes_is_refused_when_it_comes(mode):
+    model = cold(tied(), {"embed.w": full(1, 6, 2)})
+    session = start_reload(model, mode=mode, rollback="host")
+    session.load_weights({"embed.w": full(10, 6, 2)})
+    with pytest.raises(CoverageError) as caught:
+        session.load_weights({"head.w": full(9, 6, 2)})
+    assert caught.value.duplicated == ("head.w",)
+    session.abort()
+
+
 def tied():
     model = Net(embed=Layer(w=zeros(6, 2)), head=Layer())
     model.head.w = model.embed.w
