@@ -43,6 +43,46 @@ def test_a_tensor_that_comes_twice_is_refused_and_its_sibling_keeps_its_value(mo
 
 
 @both_modes
+def test_a_tensor_that_comes_twice_in_one_call_is_refused_with_a_manifest_too(mode):
+    model = two()
+    weights = [("l.left", full(9, 4)), ("l.right", full(9, 4))]
+    session = start(model, mode=mode, manifest=Manifest.from_tensors(weights))
+    with pytest.raises(CoverageError) as caught:
+        session.load_weights([weights[0], weights[0]])
+    assert caught.value.duplicated == ("l.left",)
+    session.abort()
+    assert (reload_state(model), model.l.left.tolist()) == ("live", [1] * 4)
+
+
+@both_modes
+def test_a_tensor_for_two_modules_is_kept_until_both_are_staged(mode):
+    class Split(Net):
+        def load_weights(self, weights):
+            for name, tensor in weights:
+                if name == "both":
+                    self.m.w.data.copy_(tensor[:2])
+                    self.n.w.data.copy_(tensor[2:])
+                else:
+                    self.get_parameter(name).data.copy_(tensor)
+
+    def hook(layer):
+        layer.w.data.mul_(2)
+
+    model = Split(
+        l=Layer(hook, w=zeros(2), b=zeros(2)), m=Layer(hook, w=zeros(2)), n=Layer(hook, w=zeros(2), b=zeros(2))
+    )
+    sent = {"l.w": full(1, 2), "both": codes(1, 4), "n.b": full(5, 2), "l.b": full(6, 2)}
+    cold(model, {name: torch.zeros_like(value) for name, value in sent.items()})
+    for limit in (0, 1000):
+        for name, value in sent.items():
+            sent[name] = value + 1
+        push(model, sent, mode, max_held_bytes=limit)
+        both = [value * 2 for value in sent["both"].tolist()]
+        assert (model.m.w.tolist(), model.n.w.tolist()) == (both[:2], both[2:])
+        assert model.n.b.tolist() == sent["n.b"].tolist()
+
+
+@both_modes
 def test_a_missing_scale_fails_at_start_with_a_manifest_and_keeps_the_pair(mode):
     model = cold(Net(l=Layer(weight=zeros(4), scale=zeros(1))), {"l.weight": full(1, 4), "l.scale": full(2, 1)})
     before = state_bytes(model)
@@ -292,7 +332,11 @@ def test_loaders_that_compute_read_values_or_hold_tensors_are_run(mode):
         report = push(model, weights, mode)
         assert set(report.interpreted) == set(weights)
         assert [getattr(model.l, name).tolist() for name in "abc"] == [[6, 6], [4, 4], [5, 6]]
-        push_in_chunks(model, dict(reversed(weights.items())), mode)
+        buffers = {1: zeros(1), 2: zeros(2)}
+        session = start(model, mode=mode)
+        for name, value in reversed(weights.items()):
+            session.load_weights([(name, buffers[len(value)].copy_(value))])
+        session.finish()
         assert model.l.c.tolist() == [5, 6]
 
 
