@@ -76,11 +76,11 @@ def table(result: DemoResult) -> Table:
         view.add_column(f"{mode}\n{transport}", justify="right")
     for case in CASES:
         row = [runs[case.name, *column] for column in columns]
-        view.add_row(case.title, "tensors differing", *(_of(r.differing, r.compared, r.differing == 0) for r in row))
-        view.add_row("", "tensors moved", *(_of(r.moved, r.compared, r.moved == 0) for r in row))
+        view.add_row(case.title, "differing", *(_of(r.differing, r.compared, r.differing == 0) for r in row))
+        view.add_row("", "moved", *(_of(r.moved, r.compared, r.moved == 0) for r in row))
         view.add_row(
             "",
-            "greedy outputs equal",
+            "greedy equal",
             *(_of(r.greedy_matching, r.greedy_total, r.greedy_matching == r.greedy_total) for r in row),
         )
         view.add_row("", "seconds", *(f"{r.seconds:.2f}" for r in row), end_section=True)

@@ -52,9 +52,9 @@ class Case:
 CASES = (
     Case("full", "full push"),
     Case("second", "second push"),
-    Case("weights_then_scales", "weights, then block scales", split=("weights", "scales")),
-    Case("scales_then_weights", "block scales, then weights", split=("scales", "weights")),
-    Case("draft", "MTP drafter as its own target", part="draft"),
+    Case("weights_then_scales", "weights, then scales", split=("weights", "scales")),
+    Case("scales_then_weights", "scales, then weights", split=("scales", "weights")),
+    Case("draft", "MTP drafter", part="draft"),
 )
 
 
