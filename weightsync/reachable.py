@@ -284,8 +284,15 @@ def _children(node: Any) -> Iterator[tuple[_Step, Any]]:
         yield from ((_Step("cell", name), cell.cell_contents) for name, cell in _cells(node) if _is_set(cell))
     passed_over = _TABLES if isinstance(node, torch.nn.Module) else frozenset()
     for name, value in _attributes(node).items():
-        if name not in passed_over or value:
+        if name not in passed_over or not _is_empty_table(value):
             yield _Step("attribute", name), value
+
+
+def _is_empty_table(table: Any) -> bool:
+    """Whether a table of hooks holds none, or the gate of this package alone."""
+    if isinstance(table, dict):
+        return all(str(getattr(hook, "__module__", "")).startswith("weightsync.") for hook in table.values())
+    return not table
 
 
 def _attributes(node: Any) -> dict[str, Any]:

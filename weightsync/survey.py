@@ -36,6 +36,7 @@ class _Holder(NamedTuple):
     keys: Any
     identities: list[int]
     kinds: list[type]
+    leaves: list[Any]  # the numbers and strings among them
     gives: tuple[tuple[int, int], ...]  # (position among the children, slot of that child)
 
 
@@ -95,7 +96,15 @@ class Survey:
                     queue.append(child)
                 gives.append((position, child))
             self._holders.append(
-                _Holder(slot, read, keys, list(map(id, values)), list(map(type, values)), tuple(gives))
+                _Holder(
+                    slot,
+                    read,
+                    keys,
+                    list(map(id, values)),
+                    list(map(type, values)),
+                    list(map(_leaf, values)),
+                    tuple(gives),
+                )
             )
         return len(reached) == self._num_slots
 
@@ -154,8 +163,10 @@ class Survey:
             if identities != holder.identities:
                 if not _only_leaves_changed(holder, values):
                     return False
-                self._holders[index] = holder._replace(identities=identities)
-                self._state = object()
+                leaves = list(map(_leaf, values))
+                if leaves != holder.leaves:
+                    self._state = object()
+                self._holders[index] = holder._replace(identities=identities, leaves=leaves)
             for position, slot in holder.gives:
                 objects[slot] = values[position]
         return True
@@ -170,7 +181,15 @@ def _is_opaque(value: Any) -> bool:
     """Whether a value that no walk enters may change inside."""
     if isinstance(value, (*_LEAVES, type(None), type, types.ModuleType, torch.dtype, torch.device, enum.Enum)):
         return False
+    if isinstance(value, (dict, set)):
+        return False  # a table of torch's, passed over: its length is compared
+    if type(value).__module__.startswith("weightsync."):
+        return False  # what this package keeps on a model says nothing of the model
     return hasattr(value, "__dict__") or isinstance(value, np.ndarray)
+
+
+def _leaf(value: Any) -> Any:
+    return value if type(value) in _LEAVES else None
 
 
 @functools.lru_cache(maxsize=4096)
@@ -179,9 +198,12 @@ def _has_slots(kind: Any) -> bool:
 
 
 def _only_leaves_changed(holder: _Holder, values: Sequence[Any]) -> bool:
-    """Whether everything that differs is a number, a string or the like; the types are known to be the same."""
+    """Whether everything that differs is a number, a string or the like; the types are known to be the same.
+
+    An object of this package, such as what a session puts in a hook's place, counts as one: no walk enters it.
+    """
     return all(
-        id(value) == identity or kind in _LEAVES
+        id(value) == identity or kind in _LEAVES or kind.__module__.startswith("weightsync.")
         for value, identity, kind in zip(values, holder.identities, holder.kinds, strict=True)
     )
 

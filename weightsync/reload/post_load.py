@@ -92,6 +92,26 @@ def hooks_in_order(modules: Iterable[tuple[str, torch.nn.Module]]) -> list[Hook]
     return sorted(hooks, key=lambda hook: (hook.stage, inner_first.get(id(hook), 0)))
 
 
+def set_latches(hook: Hook) -> list[str]:
+    """Attributes that a hook both asks for and sets, and that are set now: an earlier run may keep it from running.
+
+    Read off its code, so a hint: `if self._done: return ... self._done = True`.
+    """
+    function = inspect.unwrap(getattr(getattr(hook.owner, HOOK), "__func__", getattr(hook.owner, HOOK)))
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return []
+    steps = list(dis.get_instructions(code))
+    stored = {step.argval for step in steps if step.opname == "STORE_ATTR"}
+    asked = {step.argval for step in steps if step.opname in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_CONST")}
+    holders = (vars(hook.module), getattr(hook.owner, "__dict__", {}))
+    return sorted(name for name in stored & asked if any(_is_latched(holder.get(name)) for holder in holders))
+
+
+def _is_latched(value: Any) -> bool:
+    return value is not None and value is not False and not (isinstance(value, (int, str)) and not value)
+
+
 def declares_direct(module: torch.nn.Module) -> bool:
     """Whether a module, or its quantisation method, says that its live layout is its loaders' layout."""
     return bool(
@@ -156,19 +176,25 @@ class HookGuards:
         """Whether the hook ran under this guard."""
         return _key(hook.owner, hook.module) in self._done
 
-    def _guard(self, hook: Hook) -> Callable[..., Any]:
-        method = self._methods[id(hook.owner)]
-        on_module = hook.owner is hook.module
+    def _guard(self, hook: Hook) -> _Guard:
+        return _Guard(hook, self._methods[id(hook.owner)], self._allowed, self._done)
 
-        def guarded(*args: Any, **kwargs: Any) -> Any:
-            layer = hook.module if on_module else (args[0] if args else kwargs.get("layer", hook.module))
-            key = _key(hook.owner, layer)
-            if key not in self._allowed or key in self._done:
-                return None
-            self._done.add(key)
-            return method(*args, **kwargs)
 
-        return guarded
+class _Guard:
+    """What stands in a hook's place. An object of this package, which no walk over the model enters."""
+
+    def __init__(self, hook: Hook, method: Callable[..., Any], allowed: set[int], done: set[int]) -> None:
+        self._hook, self._method, self._allowed, self._done = hook, method, allowed, done
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the hook if it may run and has not run."""
+        hook = self._hook
+        layer = hook.module if hook.owner is hook.module else (args[0] if args else kwargs.get("layer", hook.module))
+        key = _key(hook.owner, layer)
+        if key not in self._allowed or key in self._done:
+            return None
+        self._done.add(key)
+        return self._method(*args, **kwargs)
 
 
 def _key(owner: Any, module: Any) -> int:
