@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from weightsync.reload.layouts import record_layouts
     from weightsync.reload.report import ReloadReport
     from weightsync.reload.session import (
-        ReloadSession,
         abort_reload,
         finish_reload,
         live_version,
@@ -43,6 +42,7 @@ if TYPE_CHECKING:
         reload_state,
         start_reload,
     )
+    from weightsync.reload.transaction import ReloadSession
     from weightsync.trainer.client import PushReport, TrainerClient
     from weightsync.trainer.sources import CheckpointSource, ModuleSource, WeightSource
     from weightsync.verify import Fingerprint, fingerprint
@@ -92,7 +92,6 @@ _MODULES = {
     "weightsync.reload.layouts": ["record_layouts"],
     "weightsync.reload.report": ["ReloadReport"],
     "weightsync.reload.session": [
-        "ReloadSession",
         "abort_reload",
         "finish_reload",
         "live_version",
@@ -100,6 +99,7 @@ _MODULES = {
         "reload_state",
         "start_reload",
     ],
+    "weightsync.reload.transaction": ["ReloadSession"],
     "weightsync.trainer.client": ["PushReport", "TrainerClient"],
     "weightsync.trainer.sources": ["CheckpointSource", "ModuleSource", "WeightSource"],
     "weightsync.verify": ["Fingerprint", "fingerprint"],

@@ -23,7 +23,8 @@ from torch import nn
 from weightsync.manifest import Manifest
 from weightsync.reachable import walk
 from weightsync.reload.cold import cold_load
-from weightsync.reload.session import ReloadReport, reload
+from weightsync.reload.report import ReloadReport
+from weightsync.reload.session import reload
 
 Weights = Iterable[tuple[str, torch.Tensor]]
 MODES = ("direct", "layerwise")

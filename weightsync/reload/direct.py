@@ -207,7 +207,8 @@ class BoundPlan:
     def is_bound_to(self, live: LiveTensors, units: Sequence[Unit]) -> bool:
         """Whether the live tensors and the units are still those that this was bound to."""
         return self._units == _shape_of(units) and all(
-            live.by_path[self.plan.destinations[index].path].alias.data_ptr() == tensor.data_ptr()
+            (place := live.by_path.get(self.plan.destinations[index].path)) is not None
+            and place.alias.data_ptr() == tensor.data_ptr()
             for index, tensor in self.live_tensors.items()
         )
 

@@ -29,7 +29,7 @@ import torch
 
 from weightsync import reachable
 from weightsync.errors import LayoutError, shown
-from weightsync.reload.post_load import declares_direct, hooks_in_order
+from weightsync.reload.post_load import declares_direct, hooks_in_order, set_latches
 from weightsync.reload.records import TensorLayout, layouts_of
 from weightsync.reload.scopes import Registry, Scope, Swap, is_helper, scope_of
 from weightsync.reload.state import state_of, unwrapped
@@ -140,6 +140,9 @@ def module_modes(
     for path, module in modules.items():
         record = records.get(module)
         hook = hooked.get(id(module))
+        if hook is not None and record is None and not declares_direct(module) and set_latches(hook):
+            unrecorded.append(path or type(module).__name__)
+            continue
         if not _has_loadable(module, record):
             if mode == "layerwise" and any(buffer is not None for buffer in module._buffers.values()):
                 from_record = hook is not None and record is not None
@@ -159,7 +162,7 @@ def module_modes(
     _follow_shared_tensors(modules, records, modes)
     if unrecorded:
         raise LayoutError(
-            f"{len(unrecorded)} modules have a post-load hook, and their layout before it is not known: "
+            f"{len(unrecorded)} modules have a post-load hook, and how they were before it is not known: "
             f"{shown(unrecorded)}; call weightsync.record_layouts(model) after construction and before the first "
             "load's hooks, or declare supports_direct_reload = True where the hook leaves the loaders' layout alone",
             names=unrecorded,

@@ -109,7 +109,9 @@ def set_latches(hook: Hook) -> list[str]:
 
 
 def _is_latched(value: Any) -> bool:
-    return value is not None and value is not False and not (isinstance(value, (int, str)) and not value)
+    if isinstance(value, (int, float, list)):
+        return value is True  # a count or a log goes on
+    return value is not None
 
 
 def declares_direct(module: torch.nn.Module) -> bool:

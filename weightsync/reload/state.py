@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from weightsync.manifest import Manifest
     from weightsync.reload.direct import BoundPlan
     from weightsync.reload.layouts import ModuleRecord
-    from weightsync.reload.session import ReloadSession
+    from weightsync.reload.transaction import ReloadSession
 
 Status = Literal["live", "loading", "torn"]
 _ATTRIBUTE = "_weightsync_state"
@@ -70,11 +70,6 @@ class ModelState:
 
 def _fresh_state() -> ModelState:
     return ModelState()
-
-
-# `reachable.walk` doesn't follow objects whose type is the standard library's. What this package remembers is not the
-# model's: neither an audit nor a captured Python state may see it.
-ModelState.__module__ = "builtins"
 
 
 def unwrapped(model: torch.nn.Module) -> torch.nn.Module:

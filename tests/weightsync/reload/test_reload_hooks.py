@@ -20,7 +20,7 @@ from toys import (
     zeros,
 )
 
-from weightsync import LayoutError, ReloadError, reload_state, start_reload
+from weightsync import LayoutError, ReloadError, record_layouts, reload_state, start_reload
 
 both_modes = pytest.mark.parametrize("mode", MODES)
 
@@ -300,6 +300,60 @@ def test_a_module_with_a_hook_and_no_record_is_refused_with_the_remedy():
         start_reload(model, mode="direct")
     assert caught.value.names == ("l",)
     assert reload_state(model) == "live"
+
+
+class Latching(Net):
+    def process_weights_after_loading(self):
+        if self._done:
+            return
+        self._done = True
+        self.neg = -self.l.w.data
+
+
+class LatchingByPresence(Net):
+    def process_weights_after_loading(self):
+        if getattr(self, "neg", None) is None:
+            self.neg = -self.l.w.data
+
+
+@both_modes
+@pytest.mark.parametrize("cls", [Latching, LatchingByPresence])
+@pytest.mark.parametrize("recorded", [False, True])
+def test_a_latch_is_reset_if_it_was_recorded_and_refused_if_not(mode, cls, recorded):
+    model = cls(l=Layer(w=zeros(2)))
+    model._done = False
+    if recorded:
+        record_layouts(model)
+    model.load_weights({"l.w": full(1, 2)}.items())
+    model.process_weights_after_loading()
+    if recorded:
+        graph = Captured(model)
+        push(model, {"l.w": full(5, 2)}, mode)
+        graph.check(model)
+        assert graph["neg"].tolist() == [-5, -5]
+    else:
+        with pytest.raises(LayoutError, match="record_layouts"):
+            start_reload(model, mode=mode)
+        assert (reload_state(model), model.l.w.tolist()) == ("live", [1, 1])
+
+
+class Counting(Net):
+    calls = 0
+
+    def process_weights_after_loading(self):
+        self.calls += 1
+        self.neg = -self.l.w.data
+
+
+@both_modes
+def test_a_model_hook_without_a_latch_needs_no_record(mode):
+    model = Counting(l=Layer(w=zeros(2)))
+    model.load_weights({"l.w": full(1, 2)}.items())
+    model.process_weights_after_loading()
+    graph = Captured(model)
+    push(model, {"l.w": full(5, 2)}, mode)
+    graph.check(model)
+    assert (graph["neg"].tolist(), model.calls) == ([-5, -5], 2)
 
 
 @both_modes

@@ -528,7 +528,8 @@ def test_modules_in_a_plain_list_are_staged_hooked_and_audited(mode):
 
 
 @both_modes
-def test_an_attention_layer_with_scales_of_its_own_is_finished_after_its_neighbours(mode):
+@pytest.mark.parametrize("also_quantised", [False, True])
+def test_an_attention_layer_with_scales_of_its_own_is_finished_after_its_neighbours(mode, also_quantised):
     class ScaledAttention(Layer):
         def process_weights_after_loading(self, act_dtype):
             self.k_scale_float = float(self.k_scale)
@@ -536,8 +537,11 @@ def test_an_attention_layer_with_scales_of_its_own_is_finished_after_its_neighbo
             self.w_uk = self.proj.packed * self.k_scale.data
             del self.k_scale
 
+    def invert(layer):
+        layer.k_scale.data.reciprocal_()
+
     def make():
-        model = Net(attn=ScaledAttention(k_scale=zeros(1)), tail=Layer(w=zeros(2)))
+        model = Net(attn=ScaledAttention(invert if also_quantised else None, k_scale=zeros(1)), tail=Layer(w=zeros(2)))
         model.attn.proj = Layer(lambda layer: setattr(layer, "packed", layer.w.data + 1), w=zeros(2))
         return model
 
@@ -548,8 +552,9 @@ def test_an_attention_layer_with_scales_of_its_own_is_finished_after_its_neighbo
         push(model, weights, mode)
         graph.check(model)
         assert state_bytes(model) == state_bytes(cold(make(), weights))
-    assert model.attn.k_scale_float == 3.0
-    assert model.attn.w_uk.tolist() == [15, 15]
+    scale = float(1 / torch.tensor(3.0)) if also_quantised else 3.0
+    assert model.attn.k_scale_float == scale
+    assert model.attn.w_uk.tolist() == (torch.tensor([5.0, 5.0]) * scale).tolist()
 
 
 @both_modes
