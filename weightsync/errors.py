@@ -4,6 +4,7 @@
     ├── ManifestError          a manifest contradicts itself or the peer's
     ├── CoverageError          names or destination bytes missing, unexpected or duplicated
     ├── LayoutError            shape, dtype, stride or address is not what it has to be
+    │   └── PlanError          also a CoverageError: a plan fails on both at once
     ├── TransportError         bytes did not travel
     │   ├── TransportTimeout   a deadline passed
     │   ├── PeerFailed         the other side reported an error or died
@@ -86,6 +87,22 @@ class LayoutError(WeightSyncError):
 
     def __init__(self, message: str, *, names: Sequence[str] = ()) -> None:
         super().__init__(message)
+        self.names = tuple(names)
+
+
+class PlanError(CoverageError, LayoutError):
+    """A plan fails on coverage and on layout at once; it is caught as either, and carries the fields of both."""
+
+    def __init__(
+        self,
+        message: str = "",
+        *,
+        missing: Sequence[str] = (),
+        unexpected: Sequence[str] = (),
+        duplicated: Sequence[str] = (),
+        names: Sequence[str] = (),
+    ) -> None:
+        CoverageError.__init__(self, message, missing=missing, unexpected=unexpected, duplicated=duplicated)
         self.names = tuple(names)
 
 

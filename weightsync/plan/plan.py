@@ -17,14 +17,14 @@ import gc
 import hashlib
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
 
 import torch
 
-from weightsync.errors import CoverageError, LayoutError, shown
+from weightsync.errors import CoverageError, LayoutError, PlanError, shown
 from weightsync.manifest import Manifest
 from weightsync.plan.coverage import Coverage, Scope, prove
 from weightsync.plan.loading import Loader, Weights
@@ -32,19 +32,10 @@ from weightsync.plan.record import Casts, Recording, record
 from weightsync.plan.signature import Signature
 from weightsync.plan.writes import Claim, Destination, NamePlan, Treatment, Write
 
-__all__ = ["Claim", "Destination", "NamePlan", "PlanError", "ReloadPlan", "Write", "check_plan", "plan_reload"]
+__all__ = ["Claim", "Destination", "NamePlan", "ReloadPlan", "Write", "check_plan", "plan_reload"]
 
 Mode = Literal["direct", "layerwise"]
 NUM_PLANS_KEPT = 8  # per model: a few manifests times a few options
-
-
-class PlanError(CoverageError, LayoutError):
-    """A plan fails on coverage and on layout at once; carries the fields of both."""
-
-    def __init__(self, message: str, *, coverage: CoverageError, names: Sequence[str]) -> None:
-        Exception.__init__(self, message)
-        self.missing, self.unexpected, self.duplicated = coverage.missing, coverage.unexpected, coverage.duplicated
-        self.names = tuple(names)
 
 
 @dataclass(frozen=True, eq=False)
@@ -281,23 +272,18 @@ def check_plan(recording: Recording, coverage: Coverage) -> None:
         for path, declared, written in coverage.wrong_numel
     ]
     wrong = [*recording.refusals, *(path for path, _, _ in coverage.wrong_numel)]
-    coverage_error = None
-    if coverage.missing or recording.unexpected or coverage.duplicated:
-        reasons = list(dict.fromkeys(f"{name}: {words}" for name, words in recording.unexpected.items()))
-        coverage_error = CoverageError(
-            f"the load is not complete ({shown(reasons, 3)})" if reasons else "the load is not complete",
-            missing=coverage.missing,
-            unexpected=tuple(recording.unexpected),
-            duplicated=coverage.duplicated,
-        )
     layout = f"{len(refused)} tensors do not fit: {'; '.join(refused[:5])}{_more(len(refused) - 5)}" if refused else ""
     if recording.unreached:  # only where the loader failed, so one of the two is raised
         layout = layout or "the loader failed too often to examine everything"
         layout += f"; {len(recording.unreached)} names were not examined: {shown(recording.unreached)}"
-    if coverage_error is not None and layout:
-        raise PlanError(f"{layout}. {coverage_error}", coverage=coverage_error, names=wrong)
-    if coverage_error is not None:
-        raise coverage_error
+    missing = [name for name in coverage.missing if name not in recording.refusals]  # a name that came is not missing
+    gaps = {"missing": missing, "unexpected": tuple(recording.unexpected), "duplicated": coverage.duplicated}
+    if any(gaps.values()):
+        reasons = list(dict.fromkeys(f"{name}: {words}" for name, words in recording.unexpected.items()))
+        incomplete = f"the load is not complete ({shown(reasons, 3)})" if reasons else "the load is not complete"
+        if layout:
+            raise PlanError(f"{layout}. {incomplete}", **gaps, names=wrong)
+        raise CoverageError(incomplete, **gaps)
     if layout:
         raise LayoutError(layout, names=wrong)
 

@@ -6,9 +6,9 @@ from planning_toys import plan_for, snapshot, treatments, wire_tensor
 from test_plan_loaders import MoE, Toy, expert_weights, into, zeros
 from torch import nn
 
-from weightsync.errors import CoverageError, LayoutError
+from weightsync.errors import CoverageError, LayoutError, PlanError
 from weightsync.manifest import Manifest
-from weightsync.plan.plan import PlanError, plan_reload
+from weightsync.plan.plan import plan_reload
 
 
 def refused(model, weights, error, **options):
@@ -256,6 +256,13 @@ def test_coverage_and_layout_errors_come_as_one():
     assert isinstance(error, CoverageError)
     assert isinstance(error, LayoutError)
     assert (error.names, error.missing, error.unexpected) == (("a",), ("c",), ("nobody",))
+
+
+def test_a_tensor_that_came_in_the_wrong_shape_is_not_called_missing():
+    weights = [(name, t[:-1] if name == "experts.1.w3.weight" else t) for name, t in expert_weights(4)]
+    error = refused(MoE(4), weights, LayoutError)
+    assert not isinstance(error, CoverageError)
+    assert error.names == ("experts.1.w3.weight",)
 
 
 def test_an_empty_manifest_is_refused_unless_allowed():
