@@ -23,9 +23,11 @@ from __future__ import annotations
 import collections
 import functools
 import sys
+import threading
 import types
 import weakref
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -177,12 +179,43 @@ def python_state(model: torch.nn.Module) -> object | None:
     if something hangs on the model whose inside cannot be seen.
     """
     _visit(model)
+    pinned = _still.pinned.get(id(model))
+    if pinned is not None:
+        return pinned[1]
     surveys = _surveys.get(model)
     return surveys[0].state if surveys else None
 
 
+class _Still(threading.local):
+    """What walks give in this thread while the caller changes nothing: id of a model -> (found, Python state)."""
+
+    def __init__(self) -> None:
+        self.pinned: dict[int, tuple[list[_Found], object | None]] = {}
+
+
+_still = _Still()
+
+
+@contextmanager
+def standing_still(model: torch.nn.Module) -> Iterator[None]:
+    """Inside, the caller changes nothing that hangs on `model`, so one walk serves for all of this thread's."""
+    if id(model) in _still.pinned:
+        yield
+        return
+    found = _visit(model)
+    surveys = _surveys.get(model)
+    _still.pinned[id(model)] = (found, surveys[0].state if surveys else None)
+    try:
+        yield
+    finally:
+        del _still.pinned[id(model)]
+
+
 def _visit(model: torch.nn.Module) -> list[_Found]:
     """Holders once, tensors at every place; by an earlier walk where nothing has changed since."""
+    pinned = _still.pinned.get(id(model))
+    if pinned is not None:
+        return pinned[0]
     surveys = _surveys.setdefault(model, [])
     for index, survey in enumerate(surveys):
         found = survey.revisit(model)

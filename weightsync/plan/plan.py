@@ -31,6 +31,7 @@ from weightsync.plan.loading import Loader, Weights
 from weightsync.plan.record import Casts, Recording, record
 from weightsync.plan.signature import Signature
 from weightsync.plan.writes import Claim, Destination, NamePlan, Treatment, Write
+from weightsync.reachable import standing_still
 
 __all__ = ["Claim", "Destination", "NamePlan", "ReloadPlan", "Write", "check_plan", "plan_reload"]
 
@@ -194,11 +195,12 @@ def plan_reload(
         cache = _CACHES.setdefault(model, _Cache())
     key = (manifest.hash, mode, scope, ignore, casts)
     with cache.lock:
-        modes = module_modes(model, mode)
-        known = cache.entries.get(key)
-        if known is not None and known[0].holds(model, modes):
-            cache.entries[key] = cache.entries.pop(key)
-            return known[1]
+        with standing_still(model):
+            modes = module_modes(model, mode)
+            known = cache.entries.get(key)
+            if known is not None and known[0].holds(model, modes):
+                cache.entries[key] = cache.entries.pop(key)
+                return known[1]
         with _no_garbage_collection():
             with checkpoint_layout(model, mode):
                 recording = record(model, manifest, ignore=ignore, casts=casts)

@@ -22,7 +22,7 @@ from weightsync.manifest import Manifest, ParamMeta
 from weightsync.plan.coverage import Scope as PlanScope
 from weightsync.plan.plan import ReloadPlan, plan_reload
 from weightsync.plan.record import Casts
-from weightsync.reachable import PythonState
+from weightsync.reachable import PythonState, standing_still
 from weightsync.reload.audit import LiveTensors
 from weightsync.reload.derived import changed_scalars, discard_arrivals, empty_lazy_caches, host_scalars, tell_replayed
 from weightsync.reload.direct import BoundPlan
@@ -213,34 +213,39 @@ class ReloadSession:
         """Plans and prepares; `start_reload` calls it. Nothing has changed if it raises."""
         options = self._options
         with self._timed("plan"):
-            modules = modules_of(self.model)
-            self._live = LiveTensors(self.model)
+            with standing_still(self.model):
+                modules = modules_of(self.model)
+                self._live = LiveTensors(self.model)
             refuse_unready(modules, (live.slot for live in self._live.by_path.values()))  # before any byte is read
             if options.manifest is not None:
                 self.plan = self._plan(options.manifest, self.scope)
-            hooks = hooks_in_order(modules.items())
-            self._modes = module_modes(self.model, self.mode, modules)
-            parameters = staged_parameters(self.model, modules, self._modes)
-            self._units = build_units(modules, self._modes, hooks, parameters)
-            self._journal = Journal(options.rollback)
-            self._guards = HookGuards(hooks)
-            self._partial = (
-                Partial(modules, self._state.records, self._modes, self._live) if self.scope == "partial" else None
-            )
-            self._runner = HookRunner(
-                self.model, modules, hooks, self._guards, self._live, self._journal, self._partial
-            )
-            self._intake = Intake(
-                self._runner, self._units, parameters, options.max_held_bytes, options.held_policy, self._partial
-            )
-            self._scalars = host_scalars(self.model) if hooks else {}
-            if self.plan is not None:
-                self._add_plan(self.plan, is_complete=True)
-            self._python_state = PythonState.capture(self.model)
+            with standing_still(self.model):
+                self._prepare(modules)
         self._was = self._state.status
         close_gate(self.model, self._given)
         self._guards.__enter__()
         self._is_open = True
+
+    def _prepare(self, modules: Mapping[str, torch.nn.Module]) -> None:
+        """Makes what the session works with; looks at the model and changes nothing on it."""
+        options = self._options
+        hooks = hooks_in_order(modules.items())
+        self._modes = module_modes(self.model, self.mode, modules)
+        parameters = staged_parameters(self.model, modules, self._modes)
+        self._units = build_units(modules, self._modes, hooks, parameters)
+        self._journal = Journal(options.rollback)
+        self._guards = HookGuards(hooks)
+        self._partial = (
+            Partial(modules, self._state.records, self._modes, self._live) if self.scope == "partial" else None
+        )
+        self._runner = HookRunner(self.model, modules, hooks, self._guards, self._live, self._journal, self._partial)
+        self._intake = Intake(
+            self._runner, self._units, parameters, options.max_held_bytes, options.held_policy, self._partial
+        )
+        self._scalars = host_scalars(self.model) if hooks else {}
+        if self.plan is not None:
+            self._add_plan(self.plan, is_complete=True)
+        self._python_state = PythonState.capture(self.model)
 
     def _plan(self, manifest: Manifest, scope: PlanScope) -> ReloadPlan:
         options = self._options
@@ -319,8 +324,9 @@ class ReloadSession:
             if intake.received:
                 runner.finish_model(list(intake.staged.values()), intake.interpreted_live)
         self._guards.__exit__()
-        with self._timed("audit"):
+        with self._timed("audit"), standing_still(self.model):
             added = self._live.audit(self.model)
+            host_scalars_changed = changed_scalars(self._scalars, self.model) if runner.hooks else {}
         return ReloadReport(
             mode=self.mode,
             scope=self.scope,
@@ -332,7 +338,7 @@ class ReloadSession:
             fallbacks={p: m.reason for p, m in self._modes.items() if self.mode == "direct" and m.mode == "layerwise"},
             hooks=runner.ran,
             uncalled_hooks=[h.name for h in runner.hooks if not h.callable_by_us and not self._guards.has_run(h)],
-            host_scalars=changed_scalars(self._scalars, self.model) if runner.hooks else {},
+            host_scalars=host_scalars_changed,
             added=added,
             rebuilt_on_forward=empty_lazy_caches(self.model, runner.modules) if intake.received else [],
             peak_staged_bytes=intake.peak_staged_bytes,
