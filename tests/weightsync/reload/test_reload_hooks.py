@@ -11,6 +11,7 @@ from toys import (
     Layer,
     LazySink,
     Net,
+    QuantMethod,
     Wrapper,
     cold,
     full,
@@ -76,6 +77,37 @@ def test_a_hook_called_inside_load_weights_runs_once_after_the_last_chunk(mode):
     model.seen.clear()
     push_in_chunks(model, {"l.a": full(2, 2), "l.b": full(3, 2)}, mode)
     assert model.seen == [(4.0, 6.0)]
+
+
+@both_modes
+def test_a_hook_called_inside_a_loader_that_is_really_run_does_not_run_early(mode):
+    class Computing(HookInLoad):
+        def load_weights(self, weights):
+            super().load_weights((name, tensor * 2) for name, tensor in weights)
+
+    model = cold(Computing(), {"l.a": full(1, 2), "l.b": full(1, 2)})
+    model.seen.clear()
+    report = push_in_chunks(model, {"l.a": full(2, 2), "l.b": full(3, 2)}, mode)
+    assert set(report.interpreted) == {"l.a", "l.b"}
+    assert model.seen == [(8.0, 12.0)]
+
+
+@both_modes
+def test_a_hook_that_a_container_gets_later_stages_its_children_together(mode):
+    model = cold(
+        Net(block=Net(a=Layer(w=zeros(2)), b=Layer(w=zeros(2)))), {"block.a.w": zeros(2), "block.b.w": zeros(2)}
+    )
+    push(model, {"block.a.w": full(1, 2), "block.b.w": full(1, 2)}, mode)
+
+    def fuse(block):
+        block.fused = torch.cat([block.a.w.data, block.b.w.data])
+
+    model.block.quant_method = QuantMethod(fuse)
+    fuse(model.block)
+    graph = Captured(model)
+    push(model, {"block.a.w": full(2, 2), "block.b.w": full(3, 2)}, mode)
+    graph.check(model)
+    assert graph["block.fused"].tolist() == [2, 2, 3, 3]
 
 
 @both_modes

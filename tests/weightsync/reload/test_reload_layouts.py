@@ -238,6 +238,29 @@ def test_a_buffer_that_is_sent_is_loaded_and_processed(mode):
 
 
 @both_modes
+@pytest.mark.parametrize("hook", [None, negative_exponential])
+def test_parameters_that_lie_in_one_flat_buffer_are_staged_apart(mode, hook):
+    def make():
+        flat = torch.zeros(40)
+        layers = {f"l{i}": Layer(hook, w13=flat[3 + 10 * i : 11 + 10 * i].view(4, 2)) for i in range(3)}
+        model = Net(**layers)
+        model.flat = flat
+        return model
+
+    weights = {f"l{i}.w13": codes(5 * i, 4, 2) for i in range(3)}
+    model = cold(make(), weights)
+    graph = Captured(model)
+    for seed in (1, 2):
+        sent = {name: value + seed for name, value in weights.items()}
+        push_in_chunks(model, sent, mode)
+        graph.check(model)
+        wanted = state_bytes(cold(make(), sent))
+        assert {k: v for k, v in state_bytes(model).items() if k != "flat"} == {
+            k: v for k, v in wanted.items() if k != "flat"
+        }
+
+
+@both_modes
 def test_tied_parameters_stay_one_tensor_with_the_new_value(mode):
     model = tied()
     cold(model, {"embed.w": full(1, 6, 2)})

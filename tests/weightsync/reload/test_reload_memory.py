@@ -7,8 +7,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from toys import Layer, MoENet, Net, cold, full, push, state_bytes, zeros
 
-from weightsync import Manifest, ReloadError, reload_state, start_reload
-from weightsync.transport.buckets import plan_buckets
+from weightsync import CoverageError, Manifest, ReloadError, reload_state, start_reload
+from weightsync.transport.buckets import Bucket, Chunk, plan_buckets
 
 LAYERS, SIZE = 6, 1024
 
@@ -115,6 +115,19 @@ def test_direct_mode_allocates_nothing_that_grows_with_the_model():
         session.load_weights(weights)
         session.finish()
     assert counted.largest <= max(tensor.nbytes for tensor in weights.values())
+
+
+@pytest.mark.parametrize("mode", ["direct", "layerwise"])
+def test_parts_that_overlap_are_refused_whole(mode):
+    model = cold(Net(l=Layer(w=zeros(64))), {"l.w": zeros(64)})
+    session = start_reload(model, mode=mode, manifest=Manifest.from_tensors([("l.w", full(1, 64))]), rollback="host")
+    buffer = full(1, 64).view(torch.uint8)
+    session.load_bucket(Bucket((Chunk("l.w", 0, 128, 0),), 128), buffer)
+    with pytest.raises(CoverageError) as caught:
+        session.load_bucket(Bucket((Chunk("l.w", 64, 192, 0),), 192), buffer)
+    assert caught.value.duplicated == ("l.w",)
+    session.abort()
+    assert model.l.w.tolist() == [0] * 64
 
 
 @pytest.mark.parametrize("mode", ["direct", "layerwise"])

@@ -97,11 +97,13 @@ def test_a_model_hook_that_fails_after_the_data_leaves_live_or_torn(mode, rollba
 
     def hook(model):
         model.l.w.data.mul_(2)
-        model.kept = 5.0
+        model.kept = float(model.l.w.max())
+        model.notes["max"] = model.kept
         if bad:
             raise RuntimeError("device lost")
 
     model = HookedNet(hook, l=Layer(w=zeros(2)))
+    model.notes = {}
     cold(model, {"l.w": full(1, 2)})
     push(model, {"l.w": full(2, 2)}, mode, version=1)
     before = state_bytes(model)
@@ -114,6 +116,7 @@ def test_a_model_hook_that_fails_after_the_data_leaves_live_or_torn(mode, rollba
             live_version(model)
     else:
         assert (reload_state(model), state_bytes(model), live_version(model)) == ("live", before, 1)
+        assert (model.kept, model.notes) == (4.0, {"max": 4.0})
     bad.clear()
     push(model, {"l.w": full(4, 2)}, mode, version=3)
     assert (reload_state(model), live_version(model), model.l.w.tolist()) == ("live", 3, [8, 8])
