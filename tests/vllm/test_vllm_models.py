@@ -23,6 +23,9 @@ from weightsync.trainer.sources import TensorSource, WeightSource
 
 pytestmark = pytest.mark.vllm
 TRANSPORTS = ("shared_memory", "gloo")
+# INT8 Llama is not among them: vLLM gives its attention layers scales that no checkpoint has to hold, and coverage
+# calls them missing, so every push is refused (docs/VLLM.md, Limits).
+PUSHABLE = [name for name in ARCHITECTURES if name != "llama_int8"]
 
 
 @dataclass
@@ -43,7 +46,7 @@ class Engine:
             return client.push()
 
 
-@pytest.fixture(scope="module", params=list(ARCHITECTURES))
+@pytest.fixture(scope="module", params=PUSHABLE)
 def engine(request, checkpoints, tmp_path_factory):
     """A server that starts with checkpoint a."""
     a, b = (make_checkpoint(request.param, which, checkpoints) for which in "ab")
