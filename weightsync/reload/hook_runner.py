@@ -108,7 +108,9 @@ class HookRunner:
                 if path in self.loaded:
                     self.write(path, self.live.by_path[path].alias, staged)
             return
-        paths = dict.fromkeys([*unit.modules, *(hook.path for hook in hooks)])
+        owners = {id(hook.owner) for hook in hooks}
+        owned = [path for path, module in self.modules.items() if id(module) in owners]
+        paths = dict.fromkeys([*unit.modules, *(hook.path for hook in hooks), *owned])
         self._run([staging], (), hooks, self.live.of_modules(paths), paths)
 
     def finish_model(self, stagings: Sequence[Staging], interpreted: Collection[str]) -> None:
@@ -139,6 +141,12 @@ class HookRunner:
     def loading(self) -> Iterator[None]:
         """Inside, parameters may be written in place, whatever mode the caller is in."""
         with torch.inference_mode(self._inference), torch.no_grad():
+            yield
+
+    @contextmanager
+    def journaled(self) -> Iterator[None]:
+        """Inside, the old bytes of every live tensor are saved before torch writes it, whoever does."""
+        with TensorLog(self._live_index, {}, lambda path, tensor: self.about_to_write(tensor)):
             yield
 
     @property
@@ -204,7 +212,8 @@ class HookRunner:
         undo: _Undo | None,
     ) -> None:
         made = {path: tensor for staging in stagings for path, tensor in staging.tensors.items()}
-        starts = {path: tensor.clone() for path, tensor in made.items() if path not in self.loaded}
+        remade = {path: tensor for swap in swaps for path, tensor in swap.made().items()}
+        starts = {path: tensor.clone() for path, tensor in (remade | made).items() if path not in self.loaded}
         installed: list[Staging | Swap] = []
         parts: list[Staging | Swap] = [*stagings, *swaps]
         all_swaps = [*(staging.swap for staging in stagings), *swaps]

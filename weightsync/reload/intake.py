@@ -336,6 +336,7 @@ class Intake:
             for staging in self.staged.values():
                 stack.enter_context(staging.installed())
                 staging.was_interpreted = True
+            stack.enter_context(self.runner.journaled())
             Loader(self.runner.model, dict(mapping))(weights)
 
     # --- buckets

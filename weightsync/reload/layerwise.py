@@ -156,11 +156,12 @@ class Staging:
                 scopes.extend(records[modules[path]].scopes[1:])
             elif any(f"{path}.{name}".lstrip(".") in written for name in modules[path]._buffers):
                 scopes.append(_live_buffers(modules[path], path))
-        staged = set(unit.modules)
-        for hook in unit.hooks:  # latches of a hook whose module has no parameters to load
-            if hook.path not in staged and hook.module in records:
-                staged.add(hook.path)
-                scopes.extend(records[hook.module].scopes[1:])
+        staged = {id(modules[path]) for path in unit.modules}
+        for hook in unit.hooks:  # latches of a hook whose module has no parameters to load, or which is itself a module
+            for holder in (hook.module, hook.owner):
+                if isinstance(holder, torch.nn.Module) and id(holder) not in staged and holder in records:
+                    staged.add(id(holder))
+                    scopes.extend(records[holder].scopes[1:])
         state = state_of(model)
         self.swap = Swap(scopes, new={*written, *state.compounding}, counters=state.latched_by_counter)
         self.tensors = self.swap.made()

@@ -70,9 +70,9 @@ def own_hooks(path: str, module: torch.nn.Module, *, is_root: bool = False) -> l
     """The hooks that belong to one module and do something."""
     found = []
     method = getattr(module, "quant_method", None)
-    if method is not None and not isinstance(method, torch.nn.Module) and _does_something(method):
+    if method is not None and _does_something(method):
         found.append(Hook(path, module, method, Stage.MODULE, takes_dtype=False))
-    if _does_something(module):
+    if _does_something(module) and not _is_quant_method(module):
         required = _num_required(getattr(module, HOOK))
         is_model = is_root or callable(getattr(module, "load_weights", None))
         attention = not is_model and (required == 1 or type(module).__name__.endswith("Attention"))
@@ -197,6 +197,12 @@ class _Guard:
             return None
         self._done.add(key)
         return self._method(*args, **kwargs)
+
+
+def _is_quant_method(module: torch.nn.Module) -> bool:
+    """Whether a module is itself a quantisation method: then its hook takes the layer, and the layer runs it."""
+    hook = inspect.signature(getattr(module, HOOK))
+    return callable(getattr(module, "create_weights", None)) and next(iter(hook.parameters), "") == "layer"
 
 
 def _key(owner: Any, module: Any) -> int:

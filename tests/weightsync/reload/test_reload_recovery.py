@@ -381,6 +381,25 @@ def test_a_layer_refused_after_others_were_committed_is_rolled_back_with_them(mo
     assert (reload_state(model), state_bytes(model)) == ("live", before)
 
 
+@both_modes
+def test_a_loader_that_writes_more_than_its_names_is_rolled_back_too(mode):
+    class Spreading(Net):
+        def load_weights(self, weights):
+            for name, tensor in weights:
+                self.get_parameter(name).data.copy_(tensor * 2)
+                if name == "l.a" and tensor.max().item() > 3:
+                    self.largest.fill_(tensor.max().item())
+
+    model = Spreading(l=Layer(a=zeros(2)), m=Layer(a=zeros(2)))
+    model.register_buffer("largest", zeros(1), persistent=False)
+    cold(model, {"l.a": full(1, 2), "m.a": full(1, 2)})
+    before = state_bytes(model)
+    session = start_reload(model, mode=mode, rollback="host")
+    session.load_weights({"l.a": full(5, 2)})
+    session.abort()
+    assert (reload_state(model), state_bytes(model)) == ("live", before)
+
+
 def test_the_journal_counts_what_it_keeps():
     model = cold(build(), weights(1))
     assert push(model, weights(2), "direct").journal_bytes == 0
