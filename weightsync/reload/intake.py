@@ -393,10 +393,6 @@ class Intake:
 
     # --- the end
 
-    def incomplete(self) -> list[str]:
-        """Names of which only some bytes came, or that wait for others that they are loaded together with."""
-        return [*self._parts.ranges, *self._together]
-
     def drain(self) -> None:
         """Stages what is still held and finishes every unit that need not wait."""
         self.count()

@@ -354,9 +354,6 @@ class ReloadSession:
             raise CoverageError(
                 "nothing was loaded; pass allow_empty=True if that is meant", missing=list(intake.entries)
             )
-        incomplete = intake.incomplete()
-        if incomplete:
-            raise CoverageError("only a part of these came", missing=incomplete)
         missing = []
         if len(intake.received) < len(intake.entries):
             missing = [n for n, entry in intake.entries.items() if n not in intake.received and not entry.is_dropped]

@@ -118,6 +118,17 @@ def test_direct_mode_allocates_nothing_that_grows_with_the_model():
 
 
 @pytest.mark.parametrize("mode", ["direct", "layerwise"])
+def test_a_tensor_of_which_a_part_never_came_is_missing(mode):
+    model = cold(Net(l=Layer(w=zeros(64))), {"l.w": zeros(64)})
+    session = start_reload(model, mode=mode, manifest=Manifest.from_tensors([("l.w", full(1, 64))]), rollback="host")
+    session.load_bucket(Bucket((Chunk("l.w", 0, 128, 0),), 128), full(1, 64).view(torch.uint8))
+    with pytest.raises(CoverageError) as caught:
+        session.finish()
+    assert caught.value.missing == ("l.w",)
+    assert model.l.w.tolist() == [0] * 64
+
+
+@pytest.mark.parametrize("mode", ["direct", "layerwise"])
 def test_parts_that_overlap_are_refused_whole(mode):
     model = cold(Net(l=Layer(w=zeros(64))), {"l.w": zeros(64)})
     session = start_reload(model, mode=mode, manifest=Manifest.from_tensors([("l.w", full(1, 64))]), rollback="host")

@@ -262,7 +262,11 @@ def test_versions_are_published_by_finish_alone_and_only_grow():
 
 
 def test_prepare_does_all_but_publish():
-    model = cold(build(double), weights(1))
+    def hook(layer):
+        double(layer)
+        layer.largest = float(layer.sum.max())
+
+    model = cold(build(hook), weights(1))
     session = start_reload(model, version=2, rollback="host")
     session.load_weights(weights(3))
     session.prepare()
@@ -271,7 +275,7 @@ def test_prepare_does_all_but_publish():
     with pytest.raises(ReloadError, match="prepared"):
         session.load_weights(weights(3))
     assert session.abort("another rank failed") == "live"
-    assert (model.l0.sum.tolist(), live_version(model)) == ([2, 2], None)
+    assert (model.l0.sum.tolist(), model.l0.largest, live_version(model)) == ([2, 2], 2.0, None)
 
 
 def test_calls_out_of_turn_are_refused():
