@@ -10,6 +10,9 @@ group is touched and both can be left without a word to anybody.
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import functools
 import socket
 import threading
 import time
@@ -116,6 +119,7 @@ class GlooGroup(Group):
         except RuntimeError as error:
             raise TransportTimeout(f"not all of {world} ranks joined in {deadline_seconds:g} s: {error}") from error
         self._store = store
+        _join_leavers_at_exit()
 
     def wait(self, work: Work | None) -> None:
         """See `Group.wait`."""
@@ -129,13 +133,41 @@ class GlooGroup(Group):
             del work  # an error's traceback would keep it, and it keeps the sockets open
 
     def close(self) -> None:
-        """See `Group.close`. Gloo's destructor waits for operations under way, so it runs on a thread of its own."""
+        """See `Group.close`. Gloo's destructor waits for operations under way, so it runs on a thread of its own.
+
+        The thread is joined when the interpreter ends: Python unwinds a daemon thread that wants the interpreter back
+        by then, and unwinding through a destructor ends the process.
+        """
         group, self._group = self._group, None
         if group is None:
             return
         holder = [group]
         del group
-        threading.Thread(target=holder.clear, name="weightsync-leave-gloo", daemon=True).start()
+        thread = threading.Thread(target=_leave, args=(holder,), name="weightsync-leave-gloo", daemon=True)
+        _leavers.add(thread)
+        thread.start()
+
+
+_EXIT_SECONDS = 10.0  # how long the end of the interpreter waits for groups that are being left
+_leavers: set[threading.Thread] = set()
+
+
+def _leave(holder: list[Any]) -> None:
+    holder.clear()
+    _leavers.discard(threading.current_thread())
+
+
+@functools.cache
+def _join_leavers_at_exit() -> None:
+    """Once per process, before the first group can be left: what was registered later runs before it, and may close."""
+    atexit.register(_join_leavers)
+
+
+def _join_leavers() -> None:
+    end = time.monotonic() + _EXIT_SECONDS
+    for thread in list(_leavers):
+        with contextlib.suppress(RuntimeError):  # not started: nothing to wait for
+            thread.join(max(end - time.monotonic(), 0.0))
 
 
 class NcclGroup(Group):
