@@ -108,6 +108,8 @@ class Intake:
             raise CoverageError("other names wrote these bytes before; nothing was written", duplicated=duplicated)
         self.entries = bound.entries if not self.plans else {**self.entries, **bound.entries}
         self.plans.append(bound)
+        for number, staging in self.staged.items():  # opened when an earlier plan did not know these
+            staging.stage(bound.staged_paths.get(number, ()))
         self._late |= bound.units_needed_at_once
         if is_complete:
             self._expected = bound.expected

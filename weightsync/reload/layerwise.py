@@ -147,7 +147,7 @@ class Staging:
         self._model = model
         self._modules = modules
         self._parameters = parameters
-        self._written = written
+        self._written = set(written)
         records = state_of(model).records
         scopes: list[Scope] = []
         for path in unit.modules:
@@ -168,6 +168,12 @@ class Staging:
         self._deep = self._stage_deep(path for path in written if path not in self.tensors)
         storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in self._all()}
         self.num_bytes = sum(storages.values())
+
+    def stage(self, paths: Iterable[str]) -> None:
+        """Stages live tensors that turn out to be written only now; those that are staged already stay as they are."""
+        further = {path for path in paths if path not in self.tensors}
+        self._written |= further
+        self._deep |= self._stage_deep(further)
 
     def again(self, loaded: Mapping[str, torch.Tensor]) -> Staging:
         """A fresh staged copy of the same unit that holds the same loaded values."""

@@ -27,6 +27,8 @@ from typing import Any
 
 import torch
 
+from weightsync.errors import ReloadError
+
 HOOK = "process_weights_after_loading"
 _NO_OP_INSTRUCTIONS = {"RESUME", "LOAD_CONST", "RETURN_CONST", "RETURN_VALUE", "NOP"}
 
@@ -143,23 +145,38 @@ class HookGuards:
     def __init__(self, hooks: Iterable[Hook]) -> None:
         self._hooks = list(hooks)
         self._methods: dict[int, Callable[..., Any]] = {}
+        self._own: set[int] = set()  # owners that have the hook as an attribute of their own
         self._allowed: set[int] = set()
         self._done: set[int] = set()
 
     def __enter__(self) -> HookGuards:
         for hook in self._hooks:
-            if id(hook.owner) not in self._methods:
-                self._methods[id(hook.owner)] = getattr(hook.owner, HOOK)
+            if id(hook.owner) in self._methods:
+                continue
+            attributes = getattr(hook.owner, "__dict__", {})
+            method = attributes.get(HOOK) or getattr(hook.owner, HOOK)
+            try:
+                if HOOK in attributes:
+                    self._own.add(id(hook.owner))
+                self._methods[id(hook.owner)] = method
                 object.__setattr__(hook.owner, HOOK, self._guard(hook))
+            except (AttributeError, TypeError) as error:
+                raise ReloadError(
+                    f"{hook.name}: its owner, a {type(hook.owner).__name__}, takes no attribute, so the hook cannot be "
+                    'held back until all data is there; give its class a __dict__ (no __slots__, or "__dict__" in them)'
+                ) from error
         return self
 
     def __exit__(self, *exc: object) -> None:
         for hook in self._hooks:
             method = self._methods.pop(id(hook.owner), None)
-            if method is not None:
-                vars(hook.owner).pop(HOOK, None)
-                if getattr(hook.owner, HOOK) != method:
-                    object.__setattr__(hook.owner, HOOK, method)  # it was an instance attribute before
+            attributes = getattr(hook.owner, "__dict__", {})
+            if method is None or not isinstance(attributes.get(HOOK), _Guard):
+                continue  # not shadowed, or a hook put another in the place of the shadow
+            if id(hook.owner) in self._own:
+                object.__setattr__(hook.owner, HOOK, method)
+            else:
+                del attributes[HOOK]
 
     def run(self, hook: Hook, dtype: torch.dtype) -> None:
         """Runs a hook unless it ran already; hooks that it calls run too, each once."""

@@ -93,20 +93,23 @@ def start_reload(
     _check_options(options)
     state = state_of(model)
     session = ReloadSession(model, options)
-    with state.lock:
-        if state.session is not None:
-            raise ReloadError("a reload session is open on this model already; finish or abort it first")
-        if state.status == "torn" and scope != "full":
-            raise TornModelError(f'the model is torn ({state.torn_by}); only a push with scope="full" repairs it')
-        session.refuse_old(version)
-        state.session = session
     try:
-        session.open()
-    except BaseException:
         with state.lock:
-            state.session = None
+            if state.session is not None:
+                raise ReloadError("a reload session is open on this model already; finish or abort it first")
+            if state.status == "torn" and scope != "full":
+                raise TornModelError(f'the model is torn ({state.torn_by}); only a push with scope="full" repairs it')
+            session.refuse_old(version)
+            state.session = session
+        session.open()
+        state.status = "loading"
+    except BaseException as error:
+        if session.is_open:
+            session.abort(f"{type(error).__name__} while it was opened")
+        with state.lock:
+            if state.session is session:
+                state.session = None
         raise
-    state.status = "loading"
     return session
 
 

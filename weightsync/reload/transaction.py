@@ -222,9 +222,16 @@ class ReloadSession:
             with standing_still(self.model):
                 self._prepare(modules)
         self._was = self._state.status
-        close_gate(self.model, self._given)
-        self._guards.__enter__()
-        self._is_open = True
+        was_gated = bool(self._state.gate)  # a torn model refuses already
+        try:
+            close_gate(self.model, self._given)
+            self._guards.__enter__()
+            self._is_open = True
+        except BaseException:
+            self._guards.__exit__()
+            if not was_gated:
+                open_gate(self.model)
+            raise
 
     def _prepare(self, modules: Mapping[str, torch.nn.Module]) -> None:
         """Makes what the session works with; looks at the model and changes nothing on it."""
