@@ -7,18 +7,21 @@ for each holder on the way, the keys of what hangs on it, and its identities and
     survey = Survey(model, found, ...)     # after a full walk
     survey.revisit(model)                  # the same entries, of the objects that stand there now; None: walk anew
 
-A survey holds no tensor and no object of the model, only keys, numbers, types and weak references to tensors: it keeps
-nothing alive. An identity can be reused by a new object once the old one is gone; then its type and everything below it
-are compared all the same, and a tensor also has to be the one that the weak reference knows.
+A survey holds no tensor and no object of the model, only keys, immutable values, types and numbers: it keeps nothing
+alive, and has no weak reference to a tensor, which `torch.utils.swap_tensors` would refuse to move. An identity can be
+reused by a new object once the old one is gone; then its type and everything below it are compared all the same, and
+for a tensor the address of its implementation, its shape and its dtype.
 """
 
 from __future__ import annotations
 
 import collections
+import decimal
 import enum
+import fractions
 import functools
+import pathlib
 import types
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -65,8 +68,8 @@ class Survey:
             slots.setdefault(id(entry.value), len(slots))
         self._slot_of_entry = [slots[id(entry.value)] for entry in found]
         self._num_slots = len(slots)
-        self._tensors: dict[int, weakref.ref[torch.Tensor]] = {
-            slots[id(entry.value)]: weakref.ref(entry.value) for entry in found if isinstance(entry.value, torch.Tensor)
+        self._tensors = {
+            slots[id(entry.value)]: _facts(entry.value) for entry in found if isinstance(entry.value, torch.Tensor)
         }
         self._holders: list[_Holder] = []
         self.is_complete = self._record(model, slots)
@@ -140,7 +143,7 @@ class Survey:
             unchanged = self._fill(objects)
         except Exception:  # a key whose comparison fails, a holder that lost what its kind has: a walk tells
             return None
-        if not unchanged or any(reference() is not objects[slot] for slot, reference in self._tensors.items()):
+        if not unchanged or any(facts != _facts(objects[slot]) for slot, facts in self._tensors.items()):
             return None
         make = self._make
         return [make(*entry, objects[slot]) for entry, slot in zip(self._found, self._slot_of_entry, strict=True)]
@@ -172,24 +175,36 @@ class Survey:
         return True
 
 
-_LEAVES = (bool, int, float, complex, str, bytes)
+# Kept, not only their identities: a value that is alive leaves its identity to no other.
+_LEAVES = (
+    bool, int, float, complex, str, bytes, range, slice, fractions.Fraction, decimal.Decimal,
+    torch.Size, torch.dtype, torch.device,
+    pathlib.PosixPath, pathlib.WindowsPath, pathlib.PurePosixPath, pathlib.PureWindowsPath,
+)  # fmt: skip
+_IMMUTABLE = (
+    *_LEAVES, type(None), type, types.ModuleType, types.BuiltinFunctionType, enum.Enum,
+)  # fmt: skip
 _SPECIAL = frozenset({"builtins", "functools", "collections", "types"})
 _HOLD_ITEMS = (dict, list, tuple, set, frozenset, collections.deque, collections.UserDict, collections.UserList)
 
 
 def _is_opaque(value: Any) -> bool:
     """Whether a value that no walk enters may change inside."""
-    if isinstance(value, (*_LEAVES, type(None), type, types.ModuleType, torch.dtype, torch.device, enum.Enum)):
+    if isinstance(value, (*_IMMUTABLE, np.generic)):
         return False
     if isinstance(value, (dict, set)):
         return False  # a table of torch's, passed over: its length is compared
-    if type(value).__module__.startswith("weightsync."):
-        return False  # what this package keeps on a model says nothing of the model
-    return hasattr(value, "__dict__") or isinstance(value, np.ndarray)
+    return not type(value).__module__.startswith("weightsync.")  # which says nothing of the model
+
+
+def _facts(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """What tells a tensor from another at the same place, besides its identity."""
+    shape = None if tensor.is_nested else tensor.shape
+    return tensor._cdata, shape, tensor.dtype, tensor.requires_grad
 
 
 def _leaf(value: Any) -> Any:
-    return value if type(value) in _LEAVES else None
+    return value if type(value) in _LEAVES or isinstance(value, np.generic) else None
 
 
 @functools.lru_cache(maxsize=4096)
@@ -216,6 +231,13 @@ def _read_dict(node: Any) -> Raw:
     return list(node), list(node.values())
 
 
+def _read_function(node: Any) -> Raw:
+    attributes = vars(node)
+    cells = [cell.cell_contents for cell in node.__closure__ or ()]  # an empty one raises, and a full walk is made
+    keys = node.__code__, list(attributes), len(cells)
+    return keys, [node.__defaults__, node.__kwdefaults__, *cells, *attributes.values()]
+
+
 def _read_method(node: Any) -> Raw:
     return None, (node.__self__, node.__func__)
 
@@ -231,5 +253,6 @@ _READERS: dict[type, Callable[[Any], Raw]] = {
     tuple: _read_sequence,
     set: _read_sequence,
     frozenset: _read_sequence,
+    types.FunctionType: _read_function,
     types.MethodType: _read_method,
 }

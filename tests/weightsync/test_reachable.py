@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from weightsync.errors import LayoutError
-from weightsync.reachable import PythonState, replace, walk, walk_module
+from weightsync.reachable import PythonState, python_state, replace, walk, walk_module
 
 
 class Pair(NamedTuple):
@@ -207,3 +207,13 @@ def test_hooks_registered_meanwhile_are_gone_after_a_restore():
     state.restore()
     assert not model.first._forward_hooks
     assert not model._non_persistent_buffers_set
+
+
+def test_a_tensor_can_be_swapped_after_a_walk_and_is_then_seen_anew():
+    layer = nn.Linear(2, 2)
+    walk(layer)
+    torch.utils.swap_tensors(layer.weight, nn.Parameter(torch.ones(3, 2)))
+    state = python_state(layer)
+    assert [slot.tensor.shape for slot in walk(layer)] == [(3, 2), (2,)]
+    torch.utils.swap_tensors(layer.weight, nn.Parameter(torch.ones(2, 2)))
+    assert python_state(layer) is not state

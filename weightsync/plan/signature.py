@@ -4,25 +4,21 @@ signature = Signature.of(model, modes, ["layers.0.expert_map"])
 signature.holds(model, modes)       # False: plan again
 
 addresses and layouts of parameters and buffers      a tensor moved, appeared or changed its shape
-plain Python values of modules and their helpers     a rank, a placement list or an expert count changed
+plain Python values wherever they hang on the model  a rank, a placement list or a loader changed (values.py)
 bytes of the tensors that loaders looked at          experts moved
 how each module is loaded                            a hook appeared, a layout was recorded
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
+from weightsync.plan.values import values_of
 from weightsync.reachable import python_state, walk
-
-# What every module has of itself, and what a loader has no business with.
-_COMMON = frozenset(torch.nn.Module().__dict__)
-_PLAIN = (bool, int, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 
 
 @dataclass(eq=False)
@@ -47,7 +43,7 @@ class Signature:
         wanted = set(live_reads)
         tensors = {slot.path: slot.tensor for slot in walk(model) if slot.path in wanted} if wanted else {}
         copies = {path: tensor.detach().clone() for path, tensor in tensors.items()}
-        return cls(_layout_of(model), _values_of(model), copies, _modes_of(modes), python_state(model))
+        return cls(_layout_of(model), values_of(model), copies, _modes_of(modes), python_state(model))
 
     def holds(self, model: torch.nn.Module, modes: Mapping[str, Any]) -> bool:
         """Whether the model is still in this state."""
@@ -55,7 +51,7 @@ class Signature:
             return False
         state = python_state(model)
         if state is None or state is not self._python_state:
-            if self._values != _values_of(model):
+            if self._values != values_of(model):
                 return False
             self._python_state = state
         if not self._looked_at:
@@ -82,46 +78,10 @@ def _layout_of(model: torch.nn.Module) -> tuple[Any, ...]:
                 strided = tensor.layout == torch.strided
                 found.append((
                     name, id(tensor), tensor.data_ptr() if strided else 0, tensor.dtype, tensor.shape,
-                    tensor.stride() if strided else None, getattr(tensor, "weight_loader_numel", None),
+                    tensor.stride() if strided else None, tensor.requires_grad,
+                    getattr(tensor, "weight_loader_numel", None),
                 ))  # fmt: skip
     return tuple(found)
-
-
-def _values_of(model: torch.nn.Module) -> tuple[Any, ...]:
-    seen: set[int] = set()
-    return tuple(
-        (name, _plain(value, seen))
-        for module in model.modules()
-        for name, value in module.__dict__.items()
-        if name not in _COMMON and not name.startswith("_weightsync")
-    )
-
-
-def _plain(value: Any, seen: set[int]) -> Any:
-    """The part of a value that a loader could branch on, as something that compares; None for all else."""
-    if isinstance(value, _PLAIN):
-        return value
-    if isinstance(value, np.ndarray):
-        return (value.shape, value.dtype.str, value.tobytes()) if value.dtype != object else None
-    if isinstance(value, (torch.Tensor, torch.nn.Module)) or id(value) in seen:
-        return None
-    if isinstance(value, (list, tuple, set, frozenset, dict)):
-        seen.add(id(value))
-        return tuple(_plain_items(value, seen))
-    attributes = getattr(value, "__dict__", None)
-    if isinstance(attributes, dict) and not isinstance(value, type) and not callable(value):
-        seen.add(id(value))
-        return tuple((name, _plain(item, seen)) for name, item in attributes.items())
-    return None
-
-
-def _plain_items(value: Any, seen: set[int]) -> Iterator[Any]:
-    if isinstance(value, dict):
-        yield from ((_plain(key, seen), _plain(item, seen)) for key, item in value.items())
-    elif isinstance(value, (set, frozenset)):
-        yield frozenset(_plain(item, seen) for item in value)
-    else:
-        yield from (_plain(item, seen) for item in value)
 
 
 def _same_bytes(left: torch.Tensor, right: torch.Tensor) -> bool:
