@@ -21,7 +21,6 @@ import torch
 from torch import nn
 
 import weightsync
-from weightsync.trainer.sources import TensorSource
 
 
 class Policy(nn.Sequential):
@@ -69,7 +68,7 @@ def main() -> None:
 
         incomplete = {name: tensor for name, tensor in policy.state_dict().items() if name != "2.bias"}
         try:
-            weightsync.TrainerClient(TensorSource(incomplete), url, transport="shm").push(version=3)
+            weightsync.TrainerClient(weightsync.TensorSource(incomplete), url, transport="shm").push(version=3)
         except weightsync.CoverageError as error:
             print("refused, missing:", *error.missing)
 

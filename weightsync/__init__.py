@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     )
     from weightsync.reload.transaction import ReloadSession
     from weightsync.trainer.client import PushReport, TrainerClient
-    from weightsync.trainer.sources import CheckpointSource, ModuleSource, WeightSource
+    from weightsync.trainer.sources import CheckpointSource, ModuleSource, TensorSource, WeightSource
     from weightsync.verify import Fingerprint, fingerprint
     from weightsync.worker.receiver import Receiver
     from weightsync.worker.server import serve
@@ -66,6 +66,7 @@ __all__ = [
     "ReloadPlan",
     "ReloadReport",
     "ReloadSession",
+    "TensorSource",
     "TornModelError",
     "TrainerClient",
     "TransportError",
@@ -101,7 +102,7 @@ _MODULES = {
     ],
     "weightsync.reload.transaction": ["ReloadSession"],
     "weightsync.trainer.client": ["PushReport", "TrainerClient"],
-    "weightsync.trainer.sources": ["CheckpointSource", "ModuleSource", "WeightSource"],
+    "weightsync.trainer.sources": ["CheckpointSource", "ModuleSource", "TensorSource", "WeightSource"],
     "weightsync.verify": ["Fingerprint", "fingerprint"],
     "weightsync.worker.receiver": ["Receiver"],
     "weightsync.worker.server": ["serve"],

@@ -32,7 +32,7 @@ from weightsync.control import Abort, Accept, Endpoint, Json, Start, Update
 from weightsync.errors import ProtocolError, ReloadError, TransportError
 from weightsync.trainer.handshake import Agreement, HandshakeOptions, shake_hands
 from weightsync.trainer.http import HttpEndpoint
-from weightsync.trainer.sources import ModuleSource, WeightSource
+from weightsync.trainer.sources import WeightSource, sources_by_target
 from weightsync.worker.group import EndpointGroup, in_thread, result_within
 
 Source = WeightSource | nn.Module
@@ -130,9 +130,11 @@ class TrainerClient:
     """Pushes weights into one or more engines. Not thread-safe: one push at a time.
 
     Args:
-        source: A module, a `WeightSource`, or target name -> either.
+        source: A module, a `WeightSource`, or target name -> either. Plain tensors by name: `TensorSource(tensors)`.
         url: An engine's URL, an `Endpoint` such as a `Receiver` in this process, or a list of them (ranks or engines).
-        transport: `"auto"`, or one of `transport.choose.TRANSPORTS`.
+        transport: `"auto"` takes the fastest that all sides have. Or one of `"memory"` (same process), `"ipc"` (CUDA
+            IPC, one GPU), `"shared_memory"` (CPUs of one host), `"nccl"` (a GPU for each side), `"gloo"` (TCP, works
+            between any two processes); `"shm"` and `"cuda_ipc"` are other names of two of them.
         mode: `"direct"` or `"layerwise"`.
         scope: `"full"`, or `"partial"` to push some of the model's tensors only.
         target: The engine's target that a single source feeds.
@@ -144,6 +146,11 @@ class TrainerClient:
         formats: Scale and storage formats by name, compared with the engine's.
         host: Address under which engines reach this process, for collectives; default: found from the URL.
         device: Where the tensors lie; default: where the first one does.
+
+    Raises:
+        TypeError: The source is none.
+        ProtocolError: There is no such transport.
+        ValueError: There is no such mode or scope, or no source.
     """
 
     def __init__(
@@ -163,11 +170,8 @@ class TrainerClient:
         host: str | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        sources = source if isinstance(source, Mapping) else {target: source}
-        self._sources = {name: ModuleSource(s) if isinstance(s, nn.Module) else s for name, s in sources.items()}
+        self._sources = sources_by_target(source, target)
         urls = [url] if isinstance(url, str) or not isinstance(url, Sequence) else list(url)
-        self._owned = [HttpEndpoint(u) if isinstance(u, str) else u for u in urls]
-        self._group = EndpointGroup(self._owned)
         self._deadline_seconds = deadline_seconds
         self._progress, self._digests = progress, digests
         self._options = HandshakeOptions(
@@ -181,6 +185,8 @@ class TrainerClient:
             None if device is None else torch.device(device),
             next((u for u in urls if isinstance(u, str)), None),
         )
+        self._owned = [HttpEndpoint(u) if isinstance(u, str) else u for u in urls]
+        self._group = EndpointGroup(self._owned)
         self._agreement: Agreement | None = None
         self._push: _Push | None = None
 

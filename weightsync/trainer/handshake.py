@@ -21,14 +21,19 @@ from weightsync.errors import CoverageError, ManifestError, ProtocolError
 from weightsync.manifest import Manifest, ParamMeta
 from weightsync.trainer.sources import WeightSource
 from weightsync.transport.base import Feed, Sender
-from weightsync.transport.choose import DEFAULT_BUCKET_BYTES, choose, local_facts, make_sender
+from weightsync.transport.choose import DEFAULT_BUCKET_BYTES, check_name, choose, local_facts, make_sender
 from weightsync.transport.groups import local_address
 from weightsync.worker.group import EndpointGroup
 
 
 @dataclass(frozen=True)
 class HandshakeOptions:
-    """What the user asked for; see `TrainerClient`."""
+    """What the user asked for; see `TrainerClient`.
+
+    Raises:
+        ProtocolError: There is no such transport.
+        ValueError: There is no such mode or scope.
+    """
 
     transport: str
     mode: str
@@ -39,6 +44,15 @@ class HandshakeOptions:
     host: str | None
     device: torch.device | None
     url: str | None
+
+    def __post_init__(self) -> None:
+        check_name(self.transport)
+        for option, value, known in (
+            ("mode", self.mode, ("direct", "layerwise")),
+            ("scope", self.scope, ("full", "partial")),
+        ):
+            if value not in known:
+                raise ValueError(f"{option} must be one of {', '.join(known)}, got {value!r}")
 
 
 @dataclass

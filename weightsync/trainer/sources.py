@@ -161,6 +161,39 @@ class ModuleSource(WeightSource):
         return None if any(map(_is_sharded, tensors.values())) else tensors
 
 
+def sources_by_target(source: object, target: str) -> dict[str, WeightSource]:
+    """What a client was given as its source, as a source for each target.
+
+    Args:
+        source: A module, a `WeightSource`, or target name -> either.
+        target: The target of a single source.
+
+    Raises:
+        TypeError: It is something else, such as a plain mapping of tensors.
+        ValueError: It is an empty mapping.
+    """
+    given = source if isinstance(source, Mapping) else {target: source}
+    if not given:
+        raise ValueError("source is an empty mapping: name at least one target")
+    sources: dict[str, WeightSource] = {}
+    for name, one in given.items():
+        if isinstance(one, nn.Module):
+            sources[name] = ModuleSource(one)
+        elif isinstance(one, WeightSource):
+            sources[name] = one
+        elif isinstance(source, Mapping) and isinstance(one, torch.Tensor):
+            raise TypeError(
+                f"source maps {name!r} to a tensor; a mapping as source is target name -> source. "
+                "For plain tensors by name pass weightsync.TensorSource(tensors)"
+            )
+        else:
+            raise TypeError(
+                f"the source of target {name!r} is a {type(one).__name__}; it must be a torch.nn.Module or a "
+                "weightsync.WeightSource: TensorSource for tensors by name, CheckpointSource for a path"
+            )
+    return sources
+
+
 def _is(a: object, b: object) -> bool:
     return a is b
 

@@ -88,7 +88,23 @@ def refusal(transport: str, trainer: Facts, receivers: Sequence[Facts]) -> str |
         return None if len({*uuids}) == len(everyone) else f"two sides share one GPU: {_listed(uuids)}"
     if transport == "gloo":
         return None if dist.is_gloo_available() else "this build of torch has no gloo"
-    raise ProtocolError(f"unknown transport {transport!r}; known: auto, {', '.join(TRANSPORTS)}")
+    raise unknown(transport)
+
+
+def check_name(asked: str) -> None:
+    """Refuses a name that no transport has, before any peer is asked.
+
+    Raises:
+        ProtocolError: There is no such transport.
+    """
+    if asked not in ("auto", *TRANSPORTS, *ALIASES):
+        raise unknown(asked)
+
+
+def unknown(transport: str) -> ProtocolError:
+    """The error for a transport that does not exist."""
+    known = ", ".join(["auto", *TRANSPORTS, *(f"{alias} (= {name})" for alias, name in ALIASES.items())])
+    return ProtocolError(f"unknown transport {transport!r}; known: {known}")
 
 
 _REASONS = {

@@ -490,5 +490,24 @@ def test_progress_counts_every_byte():
 def test_a_transport_that_does_not_fit_is_refused_with_the_reason():
     with pytest.raises(TransportError, match="'ipc' cannot be used: it needs every side on a GPU"):
         connect(Toy(1), Receiver(Toy(2)), "ipc").push()
-    with pytest.raises(ProtocolError, match="unknown transport 'pigeon'"):
-        connect(Toy(1), Receiver(Toy(2)), "pigeon").push()
+
+
+@pytest.mark.parametrize(("options", "error", "words"), [
+    ({"transport": "pigeon"}, ProtocolError, "unknown transport 'pigeon'; known: auto, memory, ipc, .*gloo, shm"),
+    ({"mode": "fast"}, ValueError, "mode must be one of direct, layerwise, got 'fast'"),
+    ({"scope": "some"}, ValueError, "scope must be one of full, partial, got 'some'"),
+])  # fmt: skip
+def test_an_option_that_does_not_exist_is_refused_before_anybody_is_asked(options, error, words):
+    with pytest.raises(error, match=words):
+        TrainerClient(Toy(1), "http://127.0.0.1:9", **options)
+
+
+@pytest.mark.parametrize(("source", "error", "words"), [
+    (Toy(1).state_dict(), TypeError, r"to a tensor; .*weightsync.TensorSource\(tensors\)"),
+    ("checkpoint", TypeError, "source of target 'model' is a str; .*CheckpointSource"),
+    ({"draft": [1]}, TypeError, "source of target 'draft' is a list"),
+    ({}, ValueError, "empty mapping"),
+], ids=["tensors", "path", "list", "nothing"])  # fmt: skip
+def test_what_is_no_source_is_refused_with_what_to_pass_instead(source, error, words):
+    with pytest.raises(error, match=words):
+        TrainerClient(source, "http://127.0.0.1:9")
