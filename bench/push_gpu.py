@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import gc
 import json
 import os
 import sys
@@ -173,6 +174,7 @@ def timed_case(
     """Pushes, checks the bytes against a cold load, and times."""
     device = args.engine_device
     num_bytes, num_tensors = size
+    gc.collect()  # models of earlier cases: freed later, they would hide what a push allocates
     model = ExpertModel(sizes, fmt, device)
     model.cold_load(checkpoint(sizes, 1, device))
     torch.cuda.synchronize(device)

@@ -73,9 +73,9 @@ class Parts:
 
     def whole(self, chunk: Chunk, entry: Entry, buffer: torch.Tensor, is_done: bool) -> torch.Tensor | None:
         """The tensor once all of its bytes are there: a view of the buffer if it came in one piece, else a copy."""
-        data = buffer[chunk.offset : chunk.offset + chunk.num_bytes]
         if chunk.num_bytes == entry.num_bytes:
-            return _as(data, entry)
+            return part_of(buffer, chunk, entry)
+        data = buffer[chunk.offset : chunk.offset + chunk.num_bytes]
         whole = self._assembling.get(chunk.name)
         if whole is None:
             whole = torch.empty(entry.num_bytes, dtype=torch.uint8, device=buffer.device)
@@ -86,6 +86,11 @@ class Parts:
     def close(self) -> None:
         """Drops what is being put together."""
         self._assembling.clear()
+
+
+def part_of(buffer: torch.Tensor, chunk: Chunk, entry: Entry) -> torch.Tensor:
+    """A tensor that lies whole in a buffer; aliases it unless its bytes there are not aligned."""
+    return _as(buffer[chunk.offset : chunk.offset + chunk.num_bytes], entry)
 
 
 def _as(data: torch.Tensor, entry: Entry) -> torch.Tensor:

@@ -22,7 +22,7 @@ import torch
 from weightsync.errors import CoverageError, LayoutError, ReloadError, shown
 from weightsync.plan.loading import Loader
 from weightsync.plan.replay import Replay
-from weightsync.reload.assemble import Parts
+from weightsync.reload.assemble import Parts, part_of
 from weightsync.reload.direct import BoundPlan, Entry
 from weightsync.reload.held import HeldTensors
 from weightsync.reload.hook_runner import HookRunner
@@ -383,11 +383,21 @@ class Intake:
         """
         bound = self.plans[0]
         names = None
-        if len(self.plans) == 1 and bound.is_all_direct and not self._parts.ranges:
+        if len(self.plans) == 1 and not self._parts.ranges:
             names = bound.whole_names(tuple(bucket for bucket, _ in filled))
-        if names is None or not self.received.keys().isdisjoint(names):
+        fits = all(bucket.num_bytes_reached <= buffer.numel() for bucket, buffer in filled)
+        if names is None or not fits or not self.received.keys().isdisjoint(names):
             for bucket, buffer in filled:
                 self.take_bucket(bucket, buffer)
+            return
+        if not bound.is_all_direct:  # unit by unit, wherever each tensor lies, so that nothing has to be held
+            entries = bound.entries
+            tensors = [
+                (chunk.name, part_of(buffer, chunk, entries[chunk.name]))
+                for bucket, buffer in filled
+                for chunk in bucket.chunks
+            ]
+            self.take(sorted(tensors, key=lambda pair: entries[pair[0]].units))
             return
         self._note_received(names)
         self._about_to_write_live(names)

@@ -49,6 +49,11 @@ class Bucket:
         """Bytes of the chunks, without the padding between them."""
         return sum(chunk.num_bytes for chunk in self.chunks)
 
+    @cached_property
+    def num_bytes_reached(self) -> int:
+        """End of the last chunk: what a buffer has to hold at least."""
+        return max((chunk.offset + chunk.num_bytes for chunk in self.chunks), default=0)
+
 
 def plan_buckets(entries: Sequence[ParamMeta], bucket_bytes: int) -> tuple[Bucket, ...]:
     """Packs `entries` in order into buckets of at most `bucket_bytes` bytes.

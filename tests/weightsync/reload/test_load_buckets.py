@@ -116,3 +116,36 @@ def test_a_split_tensor_among_whole_ones_is_put_together():
     session.load_buckets([packed("a", "c"), (first, data[:16].clone()), (second, data[16:].clone())])
     finish_reload(model)
     check_new(model)
+
+
+def test_tensors_that_lie_apart_are_staged_module_by_module_and_nothing_is_held():
+    class Pair(nn.Module):
+        def __init__(self):
+            super().__init__()
+            for name in "ab":
+                part = nn.Module()
+                part.w = nn.Parameter(torch.zeros(8), requires_grad=False)
+                part.s = nn.Parameter(torch.zeros(2), requires_grad=False)
+                self.add_module(name, part)
+
+        def load_weights(self, weights):
+            for name, tensor in weights:
+                self.get_parameter(name).data.copy_(tensor)
+
+    tensors = {f"{m}.{p}": torch.rand(n) for p, n in (("w", 8), ("s", 2)) for m in "ab"}
+    filled = []
+    for part in "ws":  # all weights in one buffer, all scales in another
+        names = [name for name in tensors if name.endswith(part)]
+        data = [tensors[name].view(torch.uint8) for name in names]
+        chunks = [
+            Chunk(name, 0, d.numel(), i * data[0].numel()) for i, (name, d) in enumerate(zip(names, data, strict=True))
+        ]
+        filled.append((Bucket(tuple(chunks), sum(d.numel() for d in data)), torch.cat(data)))
+    model = Pair()
+    session = start_reload(model, mode="layerwise", manifest=Manifest.from_tensors(tensors.items()))
+    session.load_buckets(filled)
+    report = finish_reload(model)
+    assert report.peak_held_bytes == 0
+    assert report.peak_staged_bytes == 40
+    for name, tensor in tensors.items():
+        assert torch.equal(model.get_parameter(name), tensor)
