@@ -53,7 +53,7 @@ class MegaMoEExperts(MegaMoEWeights):
         max_num_tokens: Tokens per rank that the kernel's symmetric buffer is sized for.
         backend: "kernel", "reference", or "auto": the kernel where the tensors and the build allow it.
         precision: Of the reference forward: "kernel" rounds as the kernel does, "exact" does not round activations.
-        prefix: Path of the module in the model, for messages.
+        prefix: Path of the module in the model, for messages and to tell its tensors in `load`.
         deep_gemm_version: Release whose shape limits apply, see `check_shapes`; None for the layout's own.
         device: Where the parameters live; torch's default if None.
 
@@ -247,8 +247,8 @@ def _check_layer(
         )
     if fmt.arch == "sm90" and (activation.alpha != 1.0 or activation.beta != 0.0):
         raise NotImplementedError(f"{fmt.kernel} has no activation alpha or beta, got {activation}")
-    if not 1 <= top_k <= 32:
-        raise ValueError(f"top_k must be in 1..32, got {top_k}")
+    if not 1 <= top_k <= MAX_TOP_K:
+        raise ValueError(f"top_k must be in 1..{MAX_TOP_K}, got {top_k}")
     check_shapes(fmt, hidden, intermediate, deep_gemm_version)
 
 

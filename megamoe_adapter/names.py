@@ -132,6 +132,13 @@ class ExpertNames:
             return Target(match["module"], f"{shard}_{kind}", shard, ALL_EXPERTS)
         return None
 
+    def module_of(self, name: str) -> str | None:
+        """Path of the experts that a checkpoint name is of, whatever its source; None if it is not an expert's."""
+        if (match := _SHARED.fullmatch(name)) is not None:
+            return None if self.shared_source is None else _experts_beside(match["module"])
+        match = _ROUTED.fullmatch(name) or _FUSED.fullmatch(name)
+        return None if match is None else match["module"]
+
     def mapping(
         self,
         num_experts: int,
@@ -169,7 +176,7 @@ class ExpertNames:
         kind = parameter_kind(SOURCES[self.shared_source], match["suffix"], raw_scales=self.shared_raw_scales)
         if shard is None or kind is None:
             raise ValueError(f"unexpected shared-expert tensor {name}: the fused shared expert is {self.shared_source}")
-        module = re.sub(r"\bshared_experts?$", "experts", match["module"])
+        module = _experts_beside(match["module"])
         return Target(module, f"shared_{'l2' if shard == 'w2' else 'l1'}_{kind}", shard, ALL_EXPERTS)
 
     def _expected(self) -> str:
@@ -178,6 +185,15 @@ class ExpertNames:
             f"source {self.source} has projections {', '.join(PROJECTIONS)} "
             f"with suffixes {', '.join(suffix for suffix in suffixes if suffix)}"
         )
+
+
+def is_same_path(path: str, other: str) -> bool:
+    """Whether two module paths agree as far as both reach: one is the other, or ends with it after a dot."""
+    return f".{path}".endswith(f".{other}") or f".{other}".endswith(f".{path}")
+
+
+def _experts_beside(shared: str) -> str:
+    return re.sub(r"\bshared_experts?$", "experts", shared)
 
 
 def _routed_prefix(shard: str) -> str:

@@ -30,7 +30,7 @@ from torch import nn
 from megamoe_adapter.arrivals import SHARED, ArrivalTracker, Arrived, Key, union
 from megamoe_adapter.bank import ROUTED_PREFIXES, SHARED_PREFIXES, Bank, split_gate_up
 from megamoe_adapter.global_scales import GLOBAL_KINDS, GlobalScales, split_scalars
-from megamoe_adapter.names import ALL_EXPERTS, FUSED_SHARDS, SHARDS, ExpertNames, Target, parameter_kind
+from megamoe_adapter.names import ALL_EXPERTS, FUSED_SHARDS, SHARDS, ExpertNames, Target, is_same_path, parameter_kind
 from megamoe_adapter.placement import Placement
 from megamoe_adapter.reference import ExpertWeights
 from megamoe_adapter.requantize import requantize_layer_
@@ -64,7 +64,7 @@ class MegaMoEWeights(nn.Module):
         bank: Storage rules of the routed experts.
         shared: The shared expert, or None.
         decision: Whether it is fused.
-        prefix: Path of the module in the model, for messages.
+        prefix: Path of the module in the model, for messages and to tell its tensors in `load`.
         device: Where the parameters live; torch's default if None.
     """
 
@@ -140,12 +140,19 @@ class MegaMoEWeights(nn.Module):
     def load(self, name: str, tensor: torch.Tensor) -> bool | None:
         """Loads a tensor by its checkpoint name, through the parameter's `weight_loader`.
 
+        A name is of these experts if its module path and `prefix` are equal where both say something: one ends with
+        the other. "model.layers.1.experts", "layers.1.experts" and "experts" are the same module, "layers.0.experts"
+        is another.
+
         Returns:
             True if written, False if its expert is not on this rank, None if the name is of none of these experts.
 
         Raises:
             ValueError: As `weight_loader`, and for an expert tensor that these experts have no place for.
         """
+        module = self.names.module_of(name)
+        if module is None or not is_same_path(module, self.prefix):
+            return None
         target = self.locate(name)
         if target is None:
             return None

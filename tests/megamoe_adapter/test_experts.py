@@ -407,6 +407,26 @@ def test_ue8m0_scales_are_never_converted_by_value():
     assert set(words.flatten().tolist()) == {0, 0x78787878}
 
 
+@pytest.mark.parametrize("owner", ["experts", "mlp.experts", "layers.0.mlp.experts", "model.layers.0.mlp.experts"])
+def test_load_takes_a_name_with_fewer_or_more_leading_parts_than_the_prefix(owner):
+    module = build("sm100_mxfp8", "block_fp8", prefix="layers.0.mlp.experts")
+    weight = torch.ones(128, 256).to(torch.float8_e4m3fn)
+    assert module.load(f"{owner}.0.gate_proj.weight", weight) is True
+
+
+@pytest.mark.parametrize("name", [
+    "layers.1.mlp.experts.0.gate_proj.weight", "model.layers.10.mlp.experts.0.gate_proj.weight",
+    "xlayers.0.mlp.experts.0.gate_proj.weight", "layers.1.mlp.experts.0.gate_proj.weight_packed",
+    "mtp.layers.1.mlp.experts.gate_up_proj",
+])  # fmt: skip
+def test_load_leaves_another_modules_tensors_alone(name):
+    module = build("sm100_mxfp8", "block_fp8", prefix="layers.0.mlp.experts")
+    before = [param.data.flatten().view(torch.uint8).clone() for param in module.parameters()]
+    assert module.load(name, torch.ones(128, 256).to(torch.float8_e4m3fn)) is None
+    after = [param.data.flatten().view(torch.uint8) for param in module.parameters()]
+    assert all(map(torch.equal, before, after))
+
+
 def test_names_and_shards_that_do_not_exist_are_refused():
     module = build("sm100_mxfp8", "block_fp8")
     weight = torch.zeros(128, 256, dtype=torch.float8_e4m3fn)
