@@ -29,7 +29,7 @@ import torch
 
 from weightsync import reachable
 from weightsync.errors import LayoutError, shown
-from weightsync.reload.post_load import declares_direct, hooks_in_order, set_latches
+from weightsync.reload.post_load import declares_direct, hooks_in_order, recorded_hooks, set_latches
 from weightsync.reload.records import TensorLayout, layouts_of
 from weightsync.reload.scopes import Registry, Scope, Swap, is_helper, scope_of
 from weightsync.reload.state import state_of, unwrapped
@@ -110,6 +110,7 @@ def record_layouts(model: torch.nn.Module) -> None:
             elif is_helper(found.value):
                 records[owner].append(scope_of(found.value, "attributes", found.path, layouts))
         state.records = {module: ModuleRecord(tuple(scopes)) for module, scopes in records.items()}
+        state.hooks = recorded_hooks(modules.items())
         state.compounding.clear()
         state.harmless.clear()
         state.latched_by_counter = False
@@ -133,7 +134,7 @@ def module_modes(
     model = unwrapped(model)
     records = state_of(model).records
     modules = modules_of(model) if modules is None else modules
-    hooks = hooks_in_order(modules.items())
+    hooks = hooks_in_order(modules.items(), state_of(model).hooks)
     hooked = {id(hook.module): hook for hook in hooks}
     modes: dict[str, ModuleMode] = {}
     unrecorded: list[str] = []

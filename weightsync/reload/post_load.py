@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import dis
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -52,6 +52,7 @@ class Hook:
         stage: When it runs.
         takes_dtype: Whether it wants the activation dtype.
         callable_by_us: False if it needs arguments that only the model's own code has.
+        method: What it calls, unshadowed: as recorded where the module has a record.
     """
 
     path: str
@@ -60,6 +61,7 @@ class Hook:
     stage: Stage
     takes_dtype: bool
     callable_by_us: bool = True
+    method: Callable[..., Any] | None = None
 
     @property
     def name(self) -> str:
@@ -68,28 +70,53 @@ class Hook:
         return f"{where}.{HOOK}" if self.owner is self.module else f"{where}.quant_method.{HOOK}"
 
 
-def own_hooks(path: str, module: torch.nn.Module, *, is_root: bool = False) -> list[Hook]:
-    """The hooks that belong to one module and do something."""
+Recorded = Mapping[torch.nn.Module, "Sequence[tuple[Any, Callable[..., Any]]]"]  # owner and method of each hook
+
+
+def own_hooks(
+    path: str, module: torch.nn.Module, *, is_root: bool = False, recorded: Recorded | None = None
+) -> list[Hook]:
+    """The hooks that belong to one module and do something.
+
+    Args:
+        path: Path of the module.
+        module: The module.
+        is_root: Whether it is the model itself.
+        recorded: From `recorded_hooks`. A hook of the first load counts even if it removed or replaced itself since.
+    """
     found = []
-    method = getattr(module, "quant_method", None)
-    if method is not None and _does_something(method):
-        found.append(Hook(path, module, method, Stage.MODULE, takes_dtype=False))
-    if _does_something(module) and not _is_quant_method(module):
-        required = _num_required(getattr(module, HOOK))
+    first = (recorded or {}).get(module, ())
+    quant_method = getattr(module, "quant_method", None)
+    owner, method = next(((o, m) for o, m in first if o is not module), (quant_method, _method_of(quant_method)))
+    if owner is not None and method is not None and _does_something(method):
+        found.append(Hook(path, module, owner, Stage.MODULE, takes_dtype=False, method=method))
+    method = next((m for o, m in first if o is module), _method_of(module))
+    if method is not None and _does_something(method) and not _is_quant_method(module, method):
+        required = _num_required(method)
         is_model = is_root or callable(getattr(module, "load_weights", None))
         attention = not is_model and (required == 1 or type(module).__name__.endswith("Attention"))
         stage = Stage.MODEL if is_model else Stage.ATTENTION if attention else Stage.MODULE
-        found.append(Hook(path, module, module, stage, _takes_dtype(getattr(module, HOOK)), required <= 1))
+        found.append(Hook(path, module, module, stage, _takes_dtype(method), required <= 1, method))
     return found
 
 
-def hooks_in_order(modules: Iterable[tuple[str, torch.nn.Module]]) -> list[Hook]:
+def recorded_hooks(modules: Iterable[tuple[str, torch.nn.Module]]) -> Recorded:
+    """Owner and method of every hook as they are now, to be given to `hooks_in_order` later."""
+    return {
+        module: [(hook.owner, hook.method) for hook in hooks if hook.method is not None]
+        for path, module in modules
+        if (hooks := own_hooks(path, module, is_root=path == ""))
+    }
+
+
+def hooks_in_order(modules: Iterable[tuple[str, torch.nn.Module]], recorded: Recorded | None = None) -> list[Hook]:
     """All hooks in the order in which a loader runs them.
 
     Args:
         modules: `(path, module)`, parents before children; the first is the root.
+        recorded: From `recorded_hooks`.
     """
-    hooks = [hook for path, module in modules for hook in own_hooks(path, module, is_root=path == "")]
+    hooks = [h for path, module in modules for h in own_hooks(path, module, is_root=path == "", recorded=recorded)]
     inner_first = {id(hook): -hook.path.count(".") - bool(hook.path) for hook in hooks if hook.stage is Stage.MODEL}
     return sorted(hooks, key=lambda hook: (hook.stage, inner_first.get(id(hook), 0)))
 
@@ -99,8 +126,8 @@ def set_latches(hook: Hook) -> list[str]:
 
     Read off its code, so a hint: `if self._done: return ... self._done = True`.
     """
-    function = inspect.unwrap(getattr(getattr(hook.owner, HOOK), "__func__", getattr(hook.owner, HOOK)))
-    code = getattr(function, "__code__", None)
+    method: Any = hook.method
+    code = getattr(inspect.unwrap(getattr(method, "__func__", method)), "__code__", None)
     if code is None:
         return []
     steps = list(dis.get_instructions(code))
@@ -145,7 +172,7 @@ class HookGuards:
     def __init__(self, hooks: Iterable[Hook]) -> None:
         self._hooks = list(hooks)
         self._methods: dict[int, Callable[..., Any]] = {}
-        self._own: set[int] = set()  # owners that have the hook as an attribute of their own
+        self._own: dict[int, Any] = {}  # what owners had as an attribute of their own
         self._allowed: set[int] = set()
         self._done: set[int] = set()
 
@@ -154,10 +181,10 @@ class HookGuards:
             if id(hook.owner) in self._methods:
                 continue
             attributes = getattr(hook.owner, "__dict__", {})
-            method = attributes.get(HOOK) or getattr(hook.owner, HOOK)
+            method = hook.method or getattr(hook.owner, HOOK)
             try:
                 if HOOK in attributes:
-                    self._own.add(id(hook.owner))
+                    self._own[id(hook.owner)] = attributes[HOOK]
                 self._methods[id(hook.owner)] = method
                 object.__setattr__(hook.owner, HOOK, self._guard(hook))
             except (AttributeError, TypeError) as error:
@@ -174,7 +201,7 @@ class HookGuards:
             if method is None or not isinstance(attributes.get(HOOK), _Guard):
                 continue  # not shadowed, or a hook put another in the place of the shadow
             if id(hook.owner) in self._own:
-                object.__setattr__(hook.owner, HOOK, method)
+                object.__setattr__(hook.owner, HOOK, self._own[id(hook.owner)])
             else:
                 del attributes[HOOK]
 
@@ -203,7 +230,7 @@ class _Guard:
     """What stands in a hook's place. An object of this package, which no walk over the model enters."""
 
     def __init__(self, hook: Hook, method: Callable[..., Any], allowed: set[int], done: set[int]) -> None:
-        self._hook, self._method, self._allowed, self._done = hook, method, allowed, done
+        self._hook, self.method, self._allowed, self._done = hook, method, allowed, done
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the hook if it may run and has not run."""
@@ -213,12 +240,12 @@ class _Guard:
         if key not in self._allowed or key in self._done:
             return None
         self._done.add(key)
-        return self._method(*args, **kwargs)
+        return self.method(*args, **kwargs)
 
 
-def _is_quant_method(module: torch.nn.Module) -> bool:
+def _is_quant_method(module: torch.nn.Module, method: Callable[..., Any]) -> bool:
     """Whether a module is itself a quantisation method: then its hook takes the layer, and the layer runs it."""
-    hook = inspect.signature(getattr(module, HOOK))
+    hook = inspect.signature(method)
     return callable(getattr(module, "create_weights", None)) and next(iter(hook.parameters), "") == "layer"
 
 
@@ -232,10 +259,15 @@ def _arguments(hook: Hook, dtype: torch.dtype) -> tuple[Any, ...]:
     return (dtype,) if hook.takes_dtype else ()
 
 
-def _does_something(owner: Any) -> bool:
+def _method_of(owner: Any) -> Callable[..., Any] | None:
+    """An owner's hook, also while it is shadowed; None if it has none."""
     method = getattr(owner, HOOK, None)
-    if not callable(method):
-        return False
+    if isinstance(method, _Guard):
+        return method.method
+    return method if callable(method) else None
+
+
+def _does_something(method: Callable[..., Any]) -> bool:
     function = inspect.unwrap(getattr(method, "__func__", method))
     code = getattr(function, "__code__", None)
     return code is None or any(step.opname not in _NO_OP_INSTRUCTIONS for step in dis.get_instructions(code))

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from weightsync.manifest import Manifest
     from weightsync.reload.direct import BoundPlan
     from weightsync.reload.layouts import ModuleRecord
+    from weightsync.reload.post_load import Recorded
     from weightsync.reload.transaction import ReloadSession
 
 Status = Literal["live", "loading", "torn"]
@@ -37,6 +38,7 @@ class ModelState:
         version: Version of the live bytes; None if they have none.
         newest_version: Newest version ever published; the next one must be greater.
         records: Layout of each module before its first post-load hook, from `record_layouts`.
+        hooks: Post-load hooks as recorded: owner and method of each, by module.
         last_manifest: Manifest of the last finished session, so that the next one need not be told.
         bound: The last plan bound to live tensors, reused while plan and addresses stay the same.
         compounding: Paths of tensors that are not loaded and that hooks were seen to process in place; hooks find their
@@ -53,6 +55,7 @@ class ModelState:
     version: int | None = None
     newest_version: int | None = None
     records: dict[torch.nn.Module, ModuleRecord] = field(default_factory=dict)
+    hooks: Recorded = field(default_factory=dict)
     last_manifest: Manifest | None = None
     bound: BoundPlan | None = None
     compounding: set[str] = field(default_factory=set)

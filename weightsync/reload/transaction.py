@@ -236,7 +236,7 @@ class ReloadSession:
     def _prepare(self, modules: Mapping[str, torch.nn.Module]) -> None:
         """Makes what the session works with; looks at the model and changes nothing on it."""
         options = self._options
-        hooks = hooks_in_order(modules.items())
+        hooks = hooks_in_order(modules.items(), self._state.hooks)
         self._modes = module_modes(self.model, self.mode, modules)
         parameters = staged_parameters(self.model, modules, self._modes)
         self._units = build_units(modules, self._modes, hooks, parameters)

@@ -1,0 +1,94 @@
+"""A reload's hooks find the model as the first load's hooks found it, and leave what a first load leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from toys import MODES, Layer, Net, cold, full, param, push, push_in_chunks, state_bytes, zeros
+
+A = {"a.w": full(2, 3), "b.w": full(3, 3)}
+B = {"a.w": full(5, 3), "b.w": full(7, 3)}
+
+
+def pushes_like_a_first_load(make: Callable[[], nn.Module], mode: str, size: int, a: Any = A, b: Any = B) -> None:
+    """Pushes b, a, b after a first load of a; each with a manifest (size 0) or `size` tensors per call without one."""
+    model = make()
+    cold(model, a)
+    for weights in (b, a, b):
+        if size:
+            push_in_chunks(model, weights, mode, size)
+        else:
+            push(model, weights, mode)
+        fresh = make()
+        cold(fresh, weights)
+        assert state_bytes(model) == state_bytes(fresh)
+
+
+each_way = pytest.mark.parametrize(("mode", "size"), [(mode, size) for mode in MODES for size in (0, 1, 2)])
+
+
+def remove(layer: Layer) -> None:
+    layer.quant_method = None
+
+
+def delete(layer: Layer) -> None:
+    del layer.quant_method
+
+
+class Idle:
+    def process_weights_after_loading(self, layer: Layer) -> None:
+        pass
+
+
+def replace(layer: Layer) -> None:
+    layer.quant_method = Idle()
+
+
+@each_way
+@pytest.mark.parametrize("end", [remove, delete, replace])
+def test_a_hook_that_removes_itself_runs_in_every_reload(mode: str, size: int, end: Callable[[Layer], None]) -> None:
+    def hook(layer: Layer) -> None:
+        layer.w.data.mul_(2)
+        end(layer)
+
+    pushes_like_a_first_load(lambda: Net(a=Layer(hook=hook, w=zeros(3)), b=Layer(w=zeros(3))), mode, size)
+
+
+class Once(nn.Module):
+    """Puts an idle method in place of its own hook."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = param(zeros(3))
+
+    def process_weights_after_loading(self) -> None:
+        self.w.data.mul_(2)
+        self.process_weights_after_loading = lambda: None  # type: ignore[method-assign]
+
+
+@each_way
+def test_a_method_that_replaces_itself_runs_in_every_reload(mode: str, size: int) -> None:
+    pushes_like_a_first_load(lambda: Net(a=Once(), b=Layer(w=zeros(3))), mode, size)
+
+
+class Attention(nn.Module):
+    """Folds its child, and deletes the child's quantisation method."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = param(zeros(3))
+        self.c = Layer(hook=lambda layer: layer.w.data.mul_(2), w=zeros(3))
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        self.t = self.c.w.data * self.w.data
+        self.c.quant_method = None
+
+
+@each_way
+def test_a_hook_that_its_parent_removes_runs_in_every_reload(mode: str, size: int) -> None:
+    a, b = ({"a.w": full(x, 3), "a.c.w": full(x + 2, 3)} for x in (2, 5))
+    pushes_like_a_first_load(lambda: Net(a=Attention()), mode, size, a, b)
