@@ -153,7 +153,7 @@ class MegaMoEExperts(MegaMoEWeights):
         return pairs[0], pairs[1]
 
     def _check_call(self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> None:
-        if not self.arrivals.has_finished or self.arrivals.fresh_weights or self.arrivals.fresh_scales:
+        if self.is_unfinished:
             state = "new weights arrived" if self.arrivals.has_finished else "no complete load was finished yet"
             raise RuntimeError(
                 f"{self.prefix}: {state}; call finish() (the model's process_weights_after_loading) before forward"

@@ -16,7 +16,8 @@ Use:
     scales = GlobalScales(num_experts)
     scales.register(module, device)
     scales.load(module.w2_input_scale, "w2", expert, tensor)
-    scales.derive(module, logical_of_slot, layer)         # ValueError naming the expert if gate and up differ
+    scales.check(module, layer)                           # ValueError naming the expert if gate and up differ
+    scales.derive(module, logical_of_slot)
 
 Source: vLLM 0.33's MegaMoE experts (NVFP4 rules); real weight = e2m1 * block scale * weight_scale_2.
 """
@@ -35,6 +36,8 @@ from weightsync.errors import shown
 GLOBAL_KINDS = ("weight_scale_2", "input_scale")
 # Gate and up are calibrated together; more than this apart they are different scales.
 RELATIVE_TOLERANCE = 1e-5
+# The loaded tables that a launch needs.
+_USED = ("w13_weight_scale_2", "w2_weight_scale_2", "w2_input_scale")
 
 
 class GlobalScales:
@@ -136,29 +139,22 @@ class GlobalScales:
                 "together, send all three"
             )
 
-    def alphas(self, module: nn.Module, expert: int) -> tuple[float, float]:
-        """Factors of an expert on the first and the second GEMM, without the activation scales."""
-        return (
-            float(_data(module, "w13_weight_scale_2")[expert, 0]),
-            float(_data(module, "w2_weight_scale_2")[expert]),
-        )
+    def alphas(self, module: nn.Module, slot: int) -> tuple[float, float]:
+        """Factors of a slot on the first and the second GEMM as last derived, without the activation scale."""
+        activation_scale = float(_data(module, "l2_activation_scale")) or 1.0
+        return float(_data(module, "l1_alpha")[slot]), float(_data(module, "l2_alpha")[slot]) / activation_scale
 
-    def derive(self, module: nn.Module, logical_of_slot: Sequence[int], layer: str) -> float:
-        """Checks the loaded scalars and writes the derived ones in place.
+    def derive(self, module: nn.Module, logical_of_slot: Sequence[int]) -> float:
+        """Writes the derived scalars in place, from loaded ones that `check` has accepted.
 
         Args:
             module: Owner of the parameters.
             logical_of_slot: Logical expert of each local slot.
-            layer: For the message.
 
         Returns:
             `l2_activation_scale` as a number: the kernel takes it by value.
-
-        Raises:
-            ValueError: Gate and up differ, or a scalar is negative or not finite; names the experts. Nothing was
-                written.
         """
-        l1, l2, l2_input = self.check(module, layer)
+        l1, l2, l2_input = (_data(module, name) for name in _USED)
         slots = torch.tensor(logical_of_slot, dtype=torch.int64, device=l1.device)
         largest = l2_input.amax()
         activation_scale = torch.where(largest == 0, torch.ones_like(largest), largest)
@@ -167,16 +163,13 @@ class GlobalScales:
         _data(module, "l2_alpha").copy_(l2[slots] * activation_scale)
         return float(activation_scale)
 
-    def check(self, module: nn.Module, layer: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The loaded tables, if they can be used.
-
-        Returns:
-            `w13_weight_scale_2`, `w2_weight_scale_2`, `w2_input_scale`.
+    def check(self, module: nn.Module, layer: str) -> None:
+        """Judges the loaded scalars; changes nothing.
 
         Raises:
-            ValueError: As `derive`.
+            ValueError: Gate and up differ, or a scalar is negative or not finite; names the experts.
         """
-        tables = {name: _data(module, name) for name in ("w13_weight_scale_2", "w2_weight_scale_2", "w2_input_scale")}
+        tables = {name: _data(module, name) for name in _USED}
         for name, table in tables.items():
             bad = ~(torch.isfinite(table) & (table >= 0)).view(self.num_experts, -1).all(-1)
             if bool(bad.any()):
@@ -192,7 +185,6 @@ class GlobalScales:
                 "and up "
                 "with a common scale"
             )
-        return tables["w13_weight_scale_2"], tables["w2_weight_scale_2"], tables["w2_input_scale"]
 
 
 def split_scalars(

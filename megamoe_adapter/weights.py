@@ -106,6 +106,12 @@ class MegaMoEWeights(nn.Module):
         """Whether this module owns the shared expert; if not, the caller builds its MLP and adds its output."""
         return self.shared_decision.fused
 
+    @property
+    def is_unfinished(self) -> bool:
+        """Whether weights, scales or scalars arrived that no finish has accepted, or no load was ever finished."""
+        fresh = self.arrivals.fresh_weights | self.arrivals.fresh_scales
+        return not self.arrivals.has_finished or bool(fresh | (self.globals.fresh if self.globals else 0))
+
     def weight_loader(
         self,
         param: torch.Tensor,
@@ -205,7 +211,8 @@ class MegaMoEWeights(nn.Module):
     def set_placement(self, physical_to_logical: Sequence[int]) -> None:
         """Follows an expert rebalancing: later loads go to the slots that now hold each logical expert.
 
-        Plans recorded before are stale; the caller re-plans.
+        NVFP4's derived scalars are rewritten in place for the experts that the slots now hold; the bytes that
+        `get_expert_weights` gives are the caller's to move. Plans recorded before are stale; the caller re-plans.
 
         Args:
             physical_to_logical: Logical expert of each physical expert, all ranks.
@@ -215,6 +222,9 @@ class MegaMoEWeights(nn.Module):
         """
         self.placement = self.placement.moved(physical_to_logical)
         self._replayed = {}
+        # Scalars that no finish has judged yet are left to the finish that judges them.
+        if self.globals is not None and not self.is_unfinished:
+            self.globals.derive(self, self.placement.logical_of_slot)
 
     def finish(self) -> int:
         """Makes loaded weights final; called once per load from the model's `process_weights_after_loading`.
@@ -239,7 +249,7 @@ class MegaMoEWeights(nn.Module):
             if not bank.requantises:
                 check_shards(bank, self, shards, name=self._shard_name(bank), layer=self.prefix)
         if self.globals is not None:
-            self._derive_globals(self.globals)
+            self.globals.check(self, self.prefix)
         # Judges all of its shards too, before it touches the first.
         requantize_layer_(
             self.prefix,
@@ -250,6 +260,8 @@ class MegaMoEWeights(nn.Module):
                 for stack in bank.staged(self, shards, self._shard_name(bank))
             ],
         )
+        if self.globals is not None:
+            self._derive_globals(self.globals)
         self.arrivals.clear()
         self._forget_globals()
         return len(fresh)
@@ -263,7 +275,7 @@ class MegaMoEWeights(nn.Module):
         values = self.bank.dequantize_expert(self, slot)
         if self.globals is None:
             return ExpertWeights(*values)
-        return ExpertWeights(*values, *self.globals.alphas(self, self.placement.logical_of_slot[slot]))
+        return ExpertWeights(*values, *self.globals.alphas(self, slot))
 
     def get_expert_weights(self) -> list[torch.Tensor]:
         """(slots, -1) views of every per-slot parameter, for moving experts; packed scales in storage order."""
@@ -386,7 +398,7 @@ class MegaMoEWeights(nn.Module):
             self.globals.fresh = 0
 
     def _derive_globals(self, scales: GlobalScales) -> None:
-        value = scales.derive(self, self.placement.logical_of_slot, self.prefix)
+        value = scales.derive(self, self.placement.logical_of_slot)
         if self.arrivals.has_finished and value != self.l2_activation_scale_value:
             log_once(
                 logging.WARNING,
