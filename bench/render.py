@@ -7,7 +7,8 @@ holds at least
     case ours_seconds floor_seconds peer peer_seconds bytes tensors extra_bytes hardware date command
 
 where `floor_seconds` is the least time the same bytes can take (one copy), and `peer_seconds` what another project's
-code takes for them in the same run; null where there is none.
+code takes for them; null where there is none. A line with `pushes` instead (story_gpu.py) is a run whose results were
+compared rather than timed. Whole pushes that nobody recorded yet are listed as not measured.
 
     .venv/bin/python bench/render.py            # rewrites the tables
     .venv/bin/python bench/render.py --check    # exit status 1 if they are out of date
@@ -28,6 +29,29 @@ REQUIRED = (
     "case", "ours_seconds", "floor_seconds", "peer", "peer_seconds", "bytes", "tensors", "extra_bytes", "hardware",
     "date", "command",
 )  # fmt: skip
+STORY_REQUIRED = (
+    "case",
+    "pushes",
+    "relative_l2",
+    "relative_l2_wrong_layout",
+    "bytes",
+    "tensors",
+    "hardware",
+    "date",
+    "command",
+)
+STORY_HEADER = (
+    "| case | tensors | MiB | pushes | graph replay equals a cold load | differing | moved | kernel, relative L2 "
+    "| same, rows not interleaved | hardware | date |"
+)
+# file, first word of the case -> what would be measured, and by what
+PUSHES = {
+    ("push_gpu", "ipc"): "a whole push over CUDA IPC, one GPU: `bench/push_gpu.py --record`",
+    ("push_gpu", "nccl"): (
+        "a whole push over NCCL, two GPUs: `bench/push_gpu.py --engine-device cuda:1 --transport nccl --record`"
+    ),
+    ("transport_cpu", ""): "a whole push over shared memory and over gloo, CPU: `bench/transport_cpu.py --record`",
+}
 HEADER = "| case | tensors | MiB | ours | floor | ours / floor | peer | peer / ours | extra memory | hardware | date |"
 
 
@@ -43,7 +67,8 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
             line = json.loads(text)
         except ValueError as error:
             raise SystemExit(f"{path.name}:{number}: not JSON: {error}") from error
-        if missing := [name for name in REQUIRED if name not in line]:
+        required = STORY_REQUIRED if "pushes" in line else REQUIRED
+        if missing := [name for name in required if name not in line]:
             raise SystemExit(f"{path.name}:{number}: lacks {', '.join(missing)}")
         newest[line["case"], line["hardware"]] = line
     return list(newest.values())
@@ -58,9 +83,10 @@ def duration(seconds: float | None) -> str:
 
 def ratio(above: float | None, below: float | None) -> str:
     """A quotient for people."""
-    return (
-        "-" if not above or not below else f"{above / below:.1f}x" if above / below < 100 else f"{above / below:.0f}x"
-    )
+    if not above or not below:
+        return "-"
+    quotient = above / below
+    return f"{quotient:.2f}x" if quotient < 10 else f"{quotient:.1f}x" if quotient < 100 else f"{quotient:.0f}x"
 
 
 def table(lines: list[dict[str, Any]]) -> list[str]:
@@ -78,6 +104,31 @@ def table(lines: list[dict[str, Any]]) -> list[str]:
     return rows
 
 
+def story_table(lines: list[dict[str, Any]]) -> list[str]:
+    """The table of a file whose lines are comparisons."""
+    rows = [STORY_HEADER, "|" + "---|" * (STORY_HEADER.count("|") - 1)]
+    for line in lines:
+        pushes = line["pushes"]
+        cells = (
+            line["case"], f"{line['tensors']:,}", f"{line['bytes'] / 2**20:,.1f}", str(len(pushes)),
+            f"{sum(push['bitwise'] for push in pushes)} of {len(pushes)}, bit for bit",
+            str(sum(push["differing"] for push in pushes)), str(sum(push["moved"] for push in pushes)),
+            f"{line['relative_l2']:.3f}", f"{line['relative_l2_wrong_layout']:.2f}", line["hardware"], line["date"],
+        )  # fmt: skip
+        rows.append("| " + " | ".join(cells) + " |")
+    return rows
+
+
+def not_measured(results: Path) -> list[str]:
+    """A bullet for each kind of push without a recorded line."""
+    bullets = []
+    for (name, transport), what in PUSHES.items():
+        path = results / f"{name}.jsonl"
+        if not path.exists() or not any(line["case"].startswith(transport) for line in read_lines(path)):
+            bullets.append(f"- {what}")
+    return bullets
+
+
 def render(results: Path) -> str:
     """All tables, one section per file."""
     parts: list[str] = []
@@ -85,7 +136,10 @@ def render(results: Path) -> str:
         lines = read_lines(path)
         if lines:
             commands = ", ".join(dict.fromkeys(f"`{line['command']}`" for line in lines))
-            parts += [f"### {path.stem}", "", f"By {commands}.", "", *table(lines), ""]
+            rows = story_table(lines) if "pushes" in lines[0] else table(lines)
+            parts += [f"### {path.stem}", "", f"By {commands}.", "", *rows, ""]
+    if bullets := not_measured(results):
+        parts += ["### Not measured yet", "", *bullets, ""]
     return "\n".join(parts)
 
 
