@@ -23,7 +23,7 @@ Use:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -68,10 +68,35 @@ class Bank:
     batched: bool
 
     @classmethod
-    def routed(cls, fmt: str, source: str, num_slots: int, hidden: int, intermediate: int) -> Bank:
-        """The bank of `num_slots` routed experts."""
+    def routed(
+        cls,
+        fmt: str,
+        source: str,
+        num_slots: int,
+        hidden: int,
+        intermediate: int,
+        scale_group: tuple[int, int] | None = None,
+    ) -> Bank:
+        """The bank of `num_slots` routed experts.
+
+        Args:
+            fmt: Key of `FORMATS`.
+            source: Key of `SOURCES`.
+            num_slots: Experts in the bank.
+            hidden: H.
+            intermediate: I of one expert.
+            scale_group: Rows and columns per UE8M0 scale where the checkpoint's are coarser than the source's own;
+                they are repeated to 1x32, which is exact.
+
+        Raises:
+            NotImplementedError: The source cannot become the format without loss.
+            ValueError: A name is unknown, or the scale group cannot be repeated to the format's.
+        """
         conversion(source, fmt)
-        return cls(FORMATS[fmt], SOURCES[source], num_slots, hidden, intermediate, ROUTED_PREFIXES, True)
+        bank = cls(FORMATS[fmt], SOURCES[source], num_slots, hidden, intermediate, ROUTED_PREFIXES, True)
+        if scale_group is None or scale_group == bank.source.scale_group:
+            return bank
+        return replace(bank, source=_regrouped(bank, scale_group))
 
     @classmethod
     def shared(cls, fmt: str, source: str, hidden: int, intermediate: int) -> Bank:
@@ -230,20 +255,27 @@ class Bank:
         half = layout.HALF_OF_SHARD.get(shard)
         destination = layout.weight_view(weight, slot, half)
         if self.how is Conversion.QUANTISE:
-            tensor = self._quantize(module, shard, slot, tensor)
+            tensor = self._quantize(module, shard, slot, tensor, is_dry=weight.is_meta)
         tensor = tensor.view(weight.dtype)
         # Splitting the row dim is a view whatever the strides of the source are.
         destination.copy_(tensor if half is None else tensor.unflatten(0, destination.shape[:2]))
 
-    def _quantize(self, module: nn.Module, shard: str, slot: int, tensor: torch.Tensor) -> torch.Tensor:
-        """E4M3 of a BF16 shard, whose scale is written in passing; `finish` finds what was not finite."""
+    def _quantize(
+        self, module: nn.Module, shard: str, slot: int, tensor: torch.Tensor, *, is_dry: bool
+    ) -> torch.Tensor:
+        """E4M3 of a BF16 shard, whose scale is written in passing; `finish` finds what was not finite.
+
+        `is_dry`: the weight's parameter is a stand-in on the meta device, so the live scale must be left alone too.
+        """
         half = layout.HALF_OF_SHARD.get(shard)
+        live = self.tensor(module, "weight_scale" if self.scale_is_packed else "weight_scale_inv", shard)
+        destination = torch.empty_like(live, device="meta") if is_dry else live
         if self.scale_is_packed:
             weight, scale = quantize_mxfp8(tensor, check=False)
-            layout.write_packed_scales(self.tensor(module, "weight_scale", shard), slot, half, scale)
+            layout.write_packed_scales(destination, slot, half, scale)
         else:
             weight, scale = quantize_block_fp8(tensor, check=False)
-            layout.block_scale_rows(self.tensor(module, "weight_scale_inv", shard), slot, half).copy_(scale)
+            layout.block_scale_rows(destination, slot, half).copy_(scale)
         # Torch releases differ in what infinity becomes; a NaN code is what finish looks for.
         codes = weight.view(torch.uint8).masked_fill(~torch.isfinite(tensor), E4M3_NAN)
         return codes.view(weight.dtype)
@@ -257,14 +289,13 @@ class Bank:
             tensor = ue8m0_to_float32(tensor) if self.how is Conversion.EXPAND else tensor
             layout.block_scale_rows(scale, slot, half).copy_(tensor)
             return
-        if self.format.scale is None:
+        if self.format.scale is None or self.source.scale_group is None:
             raise ValueError(f"{self.format.name} has no scales; {self._where(shard)}")
-        shape = (rows, columns // self.format.scale.group[1])
-        if self.format.scale.dtype == torch.float8_e8m0fnu and tuple(tensor.shape) != shape:
-            self._check(shard, "scale", tensor, tuple(tensor.shape), self.source.scale_dtypes)
-            tensor = expand_scale_bytes(tensor, *shape)  # coarser blocks, repeated to 1x32: the same values
-        else:
-            self._check(shard, "scale", tensor, shape, self.source.scale_dtypes)
+        group, kernel_group = self.source.scale_group, self.format.scale.group
+        # The declared shape and no other: another shard's scale may tile this one too.
+        self._check(shard, "scale", tensor, (rows // group[0], columns // group[1]), self.source.scale_dtypes)
+        if group != kernel_group:
+            tensor = expand_scale_bytes(tensor, rows, columns // kernel_group[1])
         layout.write_packed_scales(scale, slot, half, tensor)
 
     def _check(
@@ -303,6 +334,22 @@ class Bank:
             if name.startswith("w13_")
             else f"{second}_{name.removeprefix('w2_')}"
         )
+
+
+def _regrouped(bank: Bank, group: tuple[int, int]) -> Source:
+    """The bank's source with coarser scales."""
+    kernel = bank.format.scale
+    fits = kernel is not None and kernel.dtype in bank.source.scale_dtypes and min(group) > 0
+    if kernel is None or not fits or any(size % least for size, least in zip(group, kernel.group, strict=True)):
+        raise ValueError(
+            f"scale_group {group} cannot be repeated to the scales of {bank.format.name} from {bank.source.name}; only "
+            "UE8M0 scales of whole 1x32 groups can, else leave it None"
+        )
+    for shard in ("w1", "w2"):
+        shape = bank.shard_shape(shard)
+        if shape[0] % group[0] or shape[1] % group[1]:
+            raise ValueError(f"scale_group {group} does not divide the {shard} weight {shape}")
+    return replace(bank.source, scale_group=group)
 
 
 def split_gate_up(tensor: torch.Tensor, shard_id: str) -> Iterator[tuple[str, torch.Tensor]]:

@@ -44,6 +44,8 @@ class MegaMoEExperts(MegaMoEWeights):
         intermediate: I of one expert.
         fmt: Key of `FORMATS`.
         source: Key of `SOURCES`.
+        scale_group: Rows and columns per UE8M0 scale, where the checkpoint's are coarser than its source's own; see
+            `Bank.routed`. Scales of any other shape are refused.
         activation: Between the GEMMs.
         shared: The shared expert, if the layer has one and the caller would let it be fused; see `shared_fused`.
         num_redundant_experts: Replicas beyond the logical experts, spread as physical id modulo `num_experts`.
@@ -71,6 +73,7 @@ class MegaMoEExperts(MegaMoEWeights):
         *,
         fmt: str,
         source: str,
+        scale_group: tuple[int, int] | None = None,
         activation: MegaMoEActivation | None = None,
         shared: SharedExpert | None = None,
         num_redundant_experts: int = 0,
@@ -87,7 +90,7 @@ class MegaMoEExperts(MegaMoEWeights):
         if backend not in BACKENDS:
             raise ValueError(f"unknown backend {backend!r}; known: {', '.join(BACKENDS)}")
         placement = Placement(num_experts, num_redundant_experts, ep_size, ep_rank)
-        bank = Bank.routed(fmt, source, placement.num_slots, hidden, intermediate)
+        bank = Bank.routed(fmt, source, placement.num_slots, hidden, intermediate, scale_group)
         activation = activation or MegaMoEActivation()
         _check_layer(bank.format, activation, top_k, hidden, intermediate, deep_gemm_version)
         decision = decide_shared(

@@ -382,23 +382,6 @@ def test_a_tensor_that_does_not_fit_is_refused_and_changes_nothing(suffix, chang
     assert module.arrivals.fresh_weights == module.arrivals.fresh_scales == 0
 
 
-def test_a_scale_that_does_not_tile_is_refused():
-    module = build("sm100_mxfp8", "mxfp8")
-    with pytest.raises(ValueError, match=r"does not tile"):
-        module.load("experts.0.gate_proj.weight_scale", torch.zeros(3, 8, dtype=torch.uint8))
-
-
-@pytest.mark.parametrize("shape", [(1, 1), (1, 8), (128, 2), (64, 4)])
-def test_coarser_ue8m0_scales_are_repeated(shape):
-    module, expected = build("sm100_mxfp8", "mxfp8"), build("sm100_mxfp8", "mxfp8")
-    scale = torch.randint(1, 254, shape).to(torch.uint8)
-    module.load("experts.1.up_proj.weight_scale", scale)
-    whole = torch.kron(scale.int(), torch.ones(128 // shape[0], 8 // shape[1], dtype=torch.int32)).to(torch.uint8)
-    expected.load("experts.1.up_proj.weight_scale", whole)
-    assert_same_bytes(byte_image(module), byte_image(expected))
-    assert byte_image(module)["w13_weight_scale"].any()
-
-
 def test_ue8m0_scales_are_never_converted_by_value():
     module = build("sm100_mxfp8", "mxfp8")
     scale = torch.full((128, 8), 120, dtype=torch.uint8).view(torch.float8_e8m0fnu)

@@ -1,13 +1,9 @@
 """What keeps experts from serving bytes that were never made final: scalars, moved slots, torn reloads, copies."""
 
-import copy
-
 import pytest
 import torch
 from expert_checkpoints import Checkpoint, assert_same_bytes, byte_image, sizes_of
-from torch import nn
 
-import weightsync
 from megamoe_adapter.experts import MegaMoEExperts
 from megamoe_adapter.shared_experts import SharedExpert
 
@@ -104,3 +100,82 @@ def test_the_derived_scalars_follow_experts_that_were_moved():
     load(plain, tensors)
     plain.finish()
     assert_same_bytes(byte_image(module), byte_image(plain))
+
+
+# Stand-ins
+
+
+@pytest.mark.parametrize("fmt", ["sm100_mxfp8", "sm90_fp8", "sm100_bf16"])
+def test_a_pass_with_meta_parameters_writes_nothing_even_where_a_weight_brings_its_scale(fmt):
+    module = cold(fmt, "bf16", checkpoint(fmt, "bf16"))
+    before = byte_image(module)
+    for name, tensor in checkpoint(fmt, "bf16", seed=2).items():
+        target = module.locate(name)
+        stand_in = getattr(module, target.param).to("meta")
+        assert module.weight_loader(stand_in, tensor, target.name, target.shard_id, target.expert_id, True) is True
+    assert_same_bytes(byte_image(module), before)
+    assert module.finish() == 0
+
+
+# Scale shapes
+
+
+DECLARED = [
+    ("sm100_mxfp8", "block_fp8_ue8m0", "scale"),
+    ("sm90_fp8", "block_fp8_ue8m0", "scale"),
+    ("sm100_mxfp8", "mxfp8", "weight_scale"),
+    ("sm100_mxfp4", "mxfp4_ct", "weight_scale"),
+    ("sm100_mxfp4", "mxfp4_dsv4", "scale"),
+    ("sm100_nvfp4", "nvfp4_modelopt", "weight_scale"),
+]
+
+
+@pytest.mark.parametrize(("fmt", "source", "suffix"), DECLARED)
+@pytest.mark.parametrize("projection", ["gate_proj", "down_proj"])
+def test_a_scale_of_another_shape_is_refused_even_if_it_tiles(fmt, source, suffix, projection):
+    module = build(fmt, source, prefix="experts")
+    data = Checkpoint(source, *sizes_of(fmt), range(2))
+    name = f"{data.path(1, projection)}.{suffix}"
+    rows, columns = data.tensors[name].shape
+    before = byte_image(module)
+    shapes = {(rows // 2, columns), (rows, columns // 2), (1, columns), (rows, 1), (1, 1), (2 * rows, columns)}
+    for shape in shapes - {(rows, columns)}:
+        if 0 in shape:
+            continue
+        scale = torch.full(shape, 0x31, dtype=torch.uint8)
+        scale = scale.view(torch.float8_e4m3fn) if fmt == "sm100_nvfp4" else scale
+        with pytest.raises(ValueError, match=r"does not match .*\((\d+), (\d+)\)"):
+            module.load(name, scale)
+    assert_same_bytes(byte_image(module), before)
+
+
+@pytest.mark.parametrize("group", [(128, 128), (1, 64), (1, 128), (64, 32)])
+def test_coarser_ue8m0_scales_are_repeated_exactly_if_they_are_declared(group):
+    module, plain = build("sm100_mxfp8", "mxfp8", scale_group=group), build("sm100_mxfp8", "mxfp8")
+    hidden, intermediate = sizes_of("sm100_mxfp8")
+    for projection, rows, columns in (("up_proj", intermediate, hidden), ("down_proj", hidden, intermediate)):
+        name = f"mlp.experts.1.{projection}.weight_scale"
+        scale = torch.randint(1, 254, (rows // group[0], columns // group[1])).to(torch.uint8)
+        whole = torch.kron(scale.int(), torch.ones(group[0], group[1] // 32, dtype=torch.int32)).to(torch.uint8)
+        module.load(name, scale)
+        plain.load(name, whole)
+        with pytest.raises(ValueError, match="does not match"):
+            module.load(name, whole)
+    assert byte_image(module)["w13_weight_scale"].any()
+    assert_same_bytes(byte_image(module), byte_image(plain))
+
+
+@pytest.mark.parametrize(
+    ("source", "group"),
+    [
+        ("block_fp8", (1, 32)),
+        ("bf16", (1, 32)),
+        ("mxfp8", (1, 16)),
+        ("mxfp8", (0, 32)),
+        ("mxfp8", (1, 48)),
+        ("mxfp8", (1, 256)),
+    ],
+)
+def test_a_scale_group_that_cannot_be_expanded_is_refused_when_built(source, group):
+    with pytest.raises(ValueError, match="scale_group"):
+        build("sm100_mxfp8", source, scale_group=group)
