@@ -1,9 +1,10 @@
 """State that follows from weights without being loaded: arrival marks, Python numbers, caches that forward builds.
 
-Three protocols a module may speak, and what is done where it doesn't:
+Four protocols a module may speak, and what is done where it doesn't:
 
     weights_replayed(calls)      told which loader calls were replayed as plain copies; needed if loaders keep books
     discard_arrivals()           told that old bytes were put back
+    weights_torn()               told that bytes are mixed and books of before no longer hold
     refresh_derived()            recomputes, in place, what forward otherwise builds lazily and keeps
 
 A cache that forward builds for itself (`if self._c is None: self._c = pad(self.sink)`) and that no `refresh_derived`
@@ -113,6 +114,14 @@ def discard_arrivals(modules: Iterable[torch.nn.Module]) -> None:
         discard = getattr(module, "discard_arrivals", None)
         if callable(discard):
             discard()
+
+
+def tell_torn(modules: Iterable[torch.nn.Module]) -> None:
+    """Tells modules that keep books of arrivals that their bytes are mixed, which restored books would hide."""
+    for module in modules:
+        torn = getattr(module, "weights_torn", None)
+        if callable(torn):
+            torn()
 
 
 def empty_lazy_caches(model: torch.nn.Module, modules: Mapping[str, torch.nn.Module]) -> list[str]:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from weightsync.errors import LayoutError, shown
+from weightsync.errors import LayoutError, ReloadError, shown
 from weightsync.reachable import PythonState, Slot, walk, walk_module
 from weightsync.reload.audit import LiveSlot, LiveTensors
 from weightsync.reload.journal import Journal
@@ -48,6 +48,7 @@ class HookRunner:
         touched: Modules that own them.
         wrote_live: Whether any live byte was changed.
         ran: Names of hooks that ran.
+        coming: Paths that the session loads, once all are known; None before.
     """
 
     def __init__(
@@ -69,10 +70,16 @@ class HookRunner:
         self.touched: set[str] = set()
         self.wrote_live = False
         self.ran: list[str] = []
+        self.coming: Collection[str] | None = None
         self._guards = guards
         self._partial = partial
         self._finished: set[str] = set()
         self._inference = any(parameter.is_inference() for parameter in model.parameters())
+
+    @property
+    def reach(self) -> Mapping[str, frozenset[str]]:
+        """Modules that hooks looked into, outside their own and those below, by the hook's name."""
+        return state_of(self.model).reach
 
     def applies(self, hook: Hook) -> bool:
         """Whether a hook's module, or one below it, received data; in a full session all did."""
@@ -96,22 +103,50 @@ class HookRunner:
         self.journal.save(live)
         self.wrote_live = True
 
-    def finish_unit(self, staging: Staging) -> None:
-        """Runs the hooks of a complete unit and copies the result into the live model."""
+    def finish_unit(self, staging: Staging) -> Staging | None:
+        """Runs the hooks of a complete unit and copies the result into the live model.
+
+        Returns:
+            None; or the unit, staged anew with the same values, if a hook looked at what this session loads elsewhere.
+            It has to wait for all data then, and nothing has changed.
+        """
         unit = staging.unit
         hooks = [hook for hook in unit.hooks if self.applies(hook)]
         if self._partial is not None:
             self._partial.refuse_unfit(unit.modules)
-        self._finished.update(unit.modules, (hook.path for hook in hooks))
         if not hooks and not unit.from_record and not staging.was_interpreted:
             for path, staged in staging.tensors.items():
                 if path in self.loaded:
                     self.write(path, self.live.by_path[path].alias, staged)
-            return
+            self._finished.update(unit.modules)
+            return None
         owners = {id(hook.owner) for hook in hooks}
         owned = [path for path, module in self.modules.items() if id(module) in owners]
         paths = dict.fromkeys([*unit.modules, *(hook.path for hook in hooks), *owned])
-        self._run([staging], (), hooks, self.live.of_modules(paths), paths)
+        own = unit.needs.union(paths)
+        try:
+            self._run([staging], (), hooks, self.live.of_modules(paths), paths, own)
+        except _Wide as found:
+            return self._wait(found, hooks)
+        self._finished.update(unit.modules, (hook.path for hook in hooks))
+        return None
+
+    def _wait(self, found: _Wide, hooks: Sequence[Hook]) -> Staging:
+        """Remembers that a unit's hooks have to wait for all data, and undoes what they did."""
+        later = {id(hook) for hook in self.hooks[self.hooks.index(hooks[0]) :]}
+        for hook in hooks:
+            state_of(self.model).reach[hook.name] = found.modules
+        ran = [hook.name for hook in self.hooks if id(hook) in later and self._guards.has_run(hook)]
+        too_early = [name for hook in self.hooks if (name := hook.name) in ran and hook.path in found.modules]
+        if too_early or found.undo is None:
+            raise ReloadError(
+                f"{shown([hook.name for hook in hooks])} looked into {shown(sorted(found.modules))}, which this session "
+                f"loads too{f', after {shown(too_early)} had run already' if too_early else ''}; this is known now, so "
+                "start again: the next session lets them wait for all data"
+            )
+        found.undo.restore()
+        self._guards.forget(hooks)
+        return found.undo.staged_again()[0]
 
     def finish_model(self, stagings: Sequence[Staging], interpreted: Collection[str]) -> None:
         """Runs every hook that has not run yet, and settles the whole model.
@@ -171,6 +206,7 @@ class HookRunner:
         hooks: Sequence[Hook],
         before: Mapping[str, LiveSlot],
         paths: Iterable[str] | None,
+        own: Collection[str] | None = None,
     ) -> None:
         """Runs hooks and settles; once more if it shows that they did not find the model as a first load finds it.
 
@@ -181,9 +217,10 @@ class HookRunner:
         state = state_of(self.model)
         swaps = self._swaps(scopes)
         suspects = self._suspects([*(staging.swap for staging in stagings), *swaps])
-        undo = _Undo(self.model, stagings) if suspects else None
+        is_unknown = own is not None and any(hook.name not in state.reach for hook in hooks)
+        undo = _Undo(self.model, stagings) if suspects or is_unknown else None
         try:
-            self._attempt(stagings, swaps, hooks, before, paths, suspects, undo)
+            self._attempt(stagings, swaps, hooks, before, paths, suspects, undo, own)
         except _Again as found:
             state.compounding |= found.compounding
             state.latched_by_counter |= found.latched
@@ -193,8 +230,11 @@ class HookRunner:
             stagings = (
                 undo.staged_again() if undo is not None else [staging.again(staging.tensors) for staging in stagings]
             )
-            self._attempt(stagings, self._swaps(scopes), hooks, before, paths, set(), None)
+            self._attempt(stagings, self._swaps(scopes), hooks, before, paths, set(), None, own)
         state.harmless |= suspects - state.compounding
+        if own is not None:
+            for hook in hooks:
+                state.reach.setdefault(hook.name, frozenset())
         self.ran.extend(hook.name for hook in hooks if self._guards.has_run(hook))
 
     def _swaps(self, scopes: Sequence[list[Scope]]) -> list[Swap]:
@@ -210,6 +250,7 @@ class HookRunner:
         paths: Iterable[str] | None,
         suspects: set[str],
         undo: _Undo | None,
+        own: Collection[str] | None,
     ) -> None:
         made = {path: tensor for staging in stagings for path, tensor in staging.tensors.items()}
         remade = {path: tensor for swap in swaps for path, tensor in swap.made().items()}
@@ -225,6 +266,8 @@ class HookRunner:
             log, assigned = self._call(
                 hooks, self._refreshes if paths is None else [], index_of(made), unsent, all_swaps, undo
             )
+            if own is not None:
+                self._look_abroad(own, log, undo)
             self._refuse_processed_twice(unsent, log)
             slots = None if paths is None else [s for path in paths for s in walk_module(self.modules[path], path)]
             self._look_again(suspects, log, walk(self.model) if slots is None else slots)
@@ -294,6 +337,18 @@ class HookRunner:
             if path not in self.loaded and path not in state.harmless and not recorded.holds_start(live)
         }
 
+    def _look_abroad(self, own: Collection[str], log: TensorLog, undo: _Undo | None) -> None:
+        """Raises if hooks that ran early looked at something outside their unit that this session loads."""
+        slots = [self.live.by_path[path].slot for path in log.read | log.written_live]
+        abroad = [slot for slot in slots if slot.module not in own and self._comes(slot)]
+        if abroad:
+            raise _Wide(frozenset(slot.module for slot in abroad), undo)
+
+    def _comes(self, slot: Slot) -> bool:
+        if self.coming is None:
+            return slot.kind == "parameter" or slot.path in self.loaded
+        return slot.path in self.coming
+
     def _look_again(self, suspects: set[str], log: TensorLog, slots: Sequence[Slot]) -> None:
         now = {slot.path: slot.tensor for slot in slots} if suspects else {}
         read = suspects & log.read
@@ -329,6 +384,15 @@ class _Again(Exception):  # a finding that makes `_run` try once more, not an er
         super().__init__(shown(sorted(compounding)))
         self.compounding = set(compounding)
         self.latched = latched
+
+
+class _Wide(Exception):  # a finding that makes a unit wait, not an error
+    """Hooks of one unit looked into modules outside it."""
+
+    def __init__(self, modules: frozenset[str], undo: _Undo | None) -> None:
+        super().__init__(shown(sorted(modules)))
+        self.modules = modules
+        self.undo = undo
 
 
 class _Undo:

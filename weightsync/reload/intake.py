@@ -112,6 +112,7 @@ class Intake:
             staging.stage(bound.staged_paths.get(number, ()))
         self._late |= bound.units_needed_at_once
         if is_complete:
+            self.runner.coming = bound.paths
             self._expected = bound.expected
             self.schedule = Schedule(bound.routes, self._expected, self._late)
             self._refuse_too_much_held(bound)
@@ -300,7 +301,13 @@ class Intake:
 
     def _finish(self, number: int) -> None:
         self.count()
-        self.runner.finish_unit(self.staged.pop(number))
+        kept = self.runner.finish_unit(self.staged.pop(number))
+        if kept is not None:
+            reached = {path for hook in kept.unit.hooks for path in self.runner.reach.get(hook.name, ())}
+            late = {unit.number for unit in self.units if not reached.isdisjoint(unit.modules)}
+            self.staged[number] = kept
+            self._late |= {*late, number}
+            self.schedule.keep_open(number, late)
         for key in [key for key in self._replays if key[0] == number]:
             del self._replays[key]
 

@@ -55,6 +55,7 @@ def build_units(
     modes: Mapping[str, ModuleMode],
     hooks: Iterable[Hook],
     parameters: Mapping[str, Scope],
+    reach: Mapping[str, Collection[str]],
 ) -> list[Unit]:
     """Groups the layerwise modules of a session.
 
@@ -63,6 +64,7 @@ def build_units(
         modes: How each module is loaded.
         hooks: All hooks, in order.
         parameters: From `staged_parameters`.
+        reach: Modules that a hook is known to look into, outside its own and those below, by the hook's name.
     """
     layerwise = [path for path, mode in modes.items() if mode.mode == "layerwise"]
     groups = _Groups(layerwise)
@@ -87,6 +89,7 @@ def build_units(
         groups.join(paths)
     waiting = {id(hook.module) for hook in hooks if hook.stage is not Stage.MODULE}
     order = {id(hook): position for position, hook in enumerate(hooks)}
+    reached = {path for paths in reach.values() for path in paths}
     units: list[Unit] = []
     for members in groups.all():
         owners = dict.fromkeys(above for path in members for above in ancestors(path) if above in early)
@@ -94,6 +97,7 @@ def build_units(
         hooked = {path for above in owners for path in below[above]}
         recorded = tuple(path for path in members if modes[path].from_record)
         is_late = any(id(modules[path]) in waiting or path not in hooked for path in recorded)
+        is_late |= any(reach.get(hook.name) for hook in own) or not reached.isdisjoint(members)
         units.append(Unit(len(units), tuple(members), recorded, tuple(own), frozenset(hooked.union(members)), is_late))
     return units
 

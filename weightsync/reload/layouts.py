@@ -112,6 +112,7 @@ def record_layouts(model: torch.nn.Module) -> None:
         state.records = {module: ModuleRecord(tuple(scopes)) for module, scopes in records.items()}
         state.hooks = recorded_hooks(modules.items())
         state.compounding.clear()
+        state.reach.clear()
         state.harmless.clear()
         state.latched_by_counter = False
 

@@ -57,6 +57,12 @@ class Schedule:
         self.routes.update(routes)
         self._late.update(late)
 
+    def keep_open(self, unit: int, late: Collection[int]) -> None:
+        """Takes a "finish" back: the unit, and those in `late`, stay open until the session finishes."""
+        self._done.discard(unit)
+        self._open.add(unit)
+        self._late.update(late, (unit,))
+
     @property
     def is_staging(self) -> bool:
         """Whether a unit is open that is not late."""
@@ -98,7 +104,8 @@ class Schedule:
         """Stages everything that is still held, unit by unit, and finishes all units that may finish."""
         yield from self._finish_complete()
         for unit in sorted(self._open - self._late):
-            yield from self._finished(unit)
+            if unit not in self._late:  # it may have become late meanwhile
+                yield from self._finished(unit)
         while self._waiting:
             unit = next(iter(self._waiting))
             yield from self._opened(unit)
@@ -109,7 +116,8 @@ class Schedule:
         while True:
             complete = [u for u in sorted(self._open - self._late) if self._is_complete(u)]
             for unit in complete:
-                yield from self._finished(unit)
+                if unit not in self._late:  # it may have become late meanwhile
+                    yield from self._finished(unit)
             if self.is_staging or not self._waiting:
                 return
             ready = (unit for unit in self._waiting if self._is_complete(unit))

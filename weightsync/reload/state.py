@@ -45,6 +45,7 @@ class ModelState:
             recorded value.
         harmless: Paths of tensors that are not loaded, not as recorded, and that hooks were seen not to process.
         latched_by_counter: Whether a hook was seen to do nothing because of a number or list that an earlier run left.
+        reach: By name of a module-stage hook that ran: modules that it looked into, outside its own and those below.
         torn_by: What tore the model, for messages.
         gate: Handles of the forward pre-hook that refuses to serve.
     """
@@ -61,6 +62,7 @@ class ModelState:
     compounding: set[str] = field(default_factory=set)
     harmless: set[str] = field(default_factory=set)
     latched_by_counter: bool = False
+    reach: dict[str, frozenset[str]] = field(default_factory=dict)
     torn_by: str = ""
     gate: list[Any] = field(default_factory=list)
 

@@ -24,7 +24,7 @@ from weightsync.plan.plan import ReloadPlan, plan_reload
 from weightsync.plan.record import Casts
 from weightsync.reachable import PythonState, standing_still
 from weightsync.reload.audit import LiveTensors
-from weightsync.reload.derived import changed_scalars, discard_arrivals, empty_lazy_caches, host_scalars, tell_replayed
+from weightsync.reload.derived import changed_scalars, discard_arrivals, empty_lazy_caches, host_scalars, tell_replayed, tell_torn
 from weightsync.reload.direct import BoundPlan
 from weightsync.reload.gate import close_gate, open_gate, refuse_unready
 from weightsync.reload.hook_runner import HookRunner
@@ -239,7 +239,7 @@ class ReloadSession:
         hooks = hooks_in_order(modules.items(), self._state.hooks)
         self._modes = module_modes(self.model, self.mode, modules)
         parameters = staged_parameters(self.model, modules, self._modes)
-        self._units = build_units(modules, self._modes, hooks, parameters)
+        self._units = build_units(modules, self._modes, hooks, parameters, self._state.reach)
         self._journal = Journal(options.rollback)
         self._guards = HookGuards(hooks)
         self._partial = (
@@ -408,6 +408,7 @@ class ReloadSession:
                 status = "torn"
         with self._state.lock:
             if status == "torn":
+                tell_torn(runner.modules.values())  # their restored books know nothing of the new bytes
                 open_gate(self.model)  # the restored state had no gate
                 close_gate(self.model, self._given)
                 self._state.torn_by = f"{type(error).__name__}: {error}"

@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from toys import MODES, Layer, Net, cold, full, param, push, push_in_chunks, state_bytes, zeros
 
+from weightsync.errors import ReloadError
+
 A = {"a.w": full(2, 3), "b.w": full(3, 3)}
 B = {"a.w": full(5, 3), "b.w": full(7, 3)}
 
@@ -92,3 +94,42 @@ class Attention(nn.Module):
 def test_a_hook_that_its_parent_removes_runs_in_every_reload(mode: str, size: int) -> None:
     a, b = ({"a.w": full(x, 3), "a.c.w": full(x + 2, 3)} for x in (2, 5))
     pushes_like_a_first_load(lambda: Net(a=Attention()), mode, size, a, b)
+
+
+def beside(hook: Callable[[Layer, Layer], None], other: Callable[[Layer], Any] | None = None) -> Net:
+    """`a`, whose hook is given its neighbour `b` too."""
+    b = Layer(hook=other, w=zeros(3))
+    return Net(a=Layer(hook=lambda layer: hook(layer, b), w=zeros(3)), b=b)
+
+
+def derive(layer: Layer, neighbour: Layer) -> None:
+    layer.t = layer.w.data * neighbour.w.data
+
+
+def fold(layer: Layer, neighbour: Layer) -> None:
+    neighbour.w.data.mul_(layer.w.data)
+
+
+@each_way
+@pytest.mark.parametrize("hook", [derive, fold])
+def test_a_hook_that_looks_at_its_neighbour_waits_for_it(mode: str, size: int, hook: Any) -> None:
+    pushes_like_a_first_load(lambda: beside(hook), mode, size)
+
+
+@each_way
+def test_a_hook_that_looks_at_a_neighbour_sees_it_as_in_the_first_load(mode: str, size: int) -> None:
+    pushes_like_a_first_load(lambda: beside(derive, lambda layer: layer.w.data.mul_(10)), mode, size)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_neighbour_that_was_processed_too_early_is_an_error_once(mode: str) -> None:
+    def make() -> Net:
+        return beside(derive, lambda layer: layer.w.data.mul_(10))
+
+    model = make()
+    cold(model, A)
+    backwards = dict(reversed(B.items()))
+    with pytest.raises(ReloadError, match=r"looked into b, .* start again"):
+        push(model, backwards, mode)
+    push(model, backwards, mode)
+    assert state_bytes(model) == state_bytes(cold(make(), B))
