@@ -61,7 +61,7 @@ class ArrivalTracker:
     Attributes:
         fresh_weights: Bits (see `bit`) of the shards whose weight arrived since the last finish.
         fresh_scales: The same of their scales.
-        has_finished: Whether a finish ever succeeded.
+        has_finished: Whether a finish succeeded, and its bytes were not mixed with others since (`void`).
     """
 
     def __init__(self, num_slots: int, *, shared: bool = False) -> None:
@@ -152,6 +152,11 @@ class ArrivalTracker:
         """Ends a successful finish: nothing is fresh, and untouched shards may stay untouched from now on."""
         self.forget()
         self.has_finished = True
+
+    def void(self) -> None:
+        """The bytes are mixed: whatever was finished before counts no more, and every shard is needed again."""
+        self.forget()
+        self.has_finished = False
 
     def forget(self) -> None:
         """Drops all marks, for a caller that has put the old bytes back; says nothing about a finish."""

@@ -57,7 +57,8 @@ class MegaMoEWeights(nn.Module):
         module.weights_replayed(calls)       # (weight_name, shard_id, expert_id) of each `weight_loader` call
 
     Pass the same tuple object for the same plan: its marks are worked out once, then a push costs one set union. A
-    reload that put the old bytes back calls `module.discard_arrivals()`.
+    reload that put the old bytes back calls `module.discard_arrivals()`; one that gave up and left mixed bytes calls
+    `module.weights_torn()`, after it restored attributes.
 
     Args:
         placement: Which experts this rank holds.
@@ -91,6 +92,7 @@ class MegaMoEWeights(nn.Module):
         self.globals = GlobalScales(placement.num_experts) if bank.format.has_global_scales else None
         self.arrivals = ArrivalTracker(placement.num_slots, shared=self.shared_fused)
         self.l2_activation_scale_value = 1.0
+        self._has_derived = False
         self.names = ExpertNames(
             bank.source.name,
             raw_scales=bank.raw_scales,
@@ -201,6 +203,11 @@ class MegaMoEWeights(nn.Module):
     def discard_arrivals(self) -> None:
         """Forgets what arrived since the last finish, for a caller that has put the old bytes back."""
         self.arrivals.forget()
+        self._forget_globals()
+
+    def weights_torn(self) -> None:
+        """The bytes are a mix of two loads: forward and finish refuse until every shard arrived again."""
+        self.arrivals.void()
         self._forget_globals()
 
     def accept_present_weights(self) -> None:
@@ -399,7 +406,7 @@ class MegaMoEWeights(nn.Module):
 
     def _derive_globals(self, scales: GlobalScales) -> None:
         value = scales.derive(self, self.placement.logical_of_slot)
-        if self.arrivals.has_finished and value != self.l2_activation_scale_value:
+        if self._has_derived and value != self.l2_activation_scale_value:
             log_once(
                 logging.WARNING,
                 f"{self.prefix}: l2_activation_scale changed from {self.l2_activation_scale_value} to {value}; the "
@@ -407,6 +414,7 @@ class MegaMoEWeights(nn.Module):
                 "it by value, so a captured CUDA graph must be captured again",
             )
         self.l2_activation_scale_value = value
+        self._has_derived = True
 
     def _described(self) -> str:
         return (

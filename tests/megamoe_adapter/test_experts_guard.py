@@ -3,7 +3,9 @@
 import pytest
 import torch
 from expert_checkpoints import Checkpoint, assert_same_bytes, byte_image, sizes_of
+from torch import nn
 
+import weightsync
 from megamoe_adapter.experts import MegaMoEExperts
 from megamoe_adapter.shared_experts import SharedExpert
 
@@ -179,3 +181,66 @@ def test_coarser_ue8m0_scales_are_repeated_exactly_if_they_are_declared(group):
 def test_a_scale_group_that_cannot_be_expanded_is_refused_when_built(source, group):
     with pytest.raises(ValueError, match="scale_group"):
         build("sm100_mxfp8", source, scale_group=group)
+
+
+# Torn reloads
+
+
+class Model(nn.Module):
+    def __init__(self, fmt, source):
+        super().__init__()
+        self.mlp = nn.Module()
+        self.mlp.experts = build(fmt, source)
+
+    def load_weights(self, weights):
+        for name, tensor in weights:
+            target = self.mlp.experts.locate(name)
+            param = self.get_parameter(target.name)
+            param.weight_loader(param, tensor, target.name, target.shard_id, target.expert_id, return_success=True)
+
+    def process_weights_after_loading(self):
+        self.mlp.experts.finish()
+
+
+def served(fmt, source, tensors):
+    model = Model(fmt, source)
+    weightsync.record_layouts(model)
+    model.load_weights(tensors.items())
+    model.process_weights_after_loading()
+    return model
+
+
+@pytest.mark.parametrize("end", ["finish", "abort"])
+@pytest.mark.parametrize(("fmt", "source"), [("sm100_mxfp8", "block_fp8"), ("sm90_fp8", "block_fp8"), NVFP4])
+def test_experts_of_a_torn_model_refuse_by_themselves_until_a_whole_load(fmt, source, end):
+    first, second = checkpoint(fmt, source), checkpoint(fmt, source, seed=2)
+    model = served(fmt, source, first)
+    experts = model.mlp.experts
+    session = weightsync.start_reload(model, mode="direct", rollback="none")
+    session.load_weights([(name, tensor) for name, tensor in second.items() if name.endswith(".weight")])
+    if end == "finish":
+        with pytest.raises(Exception, match="missing|did not arrive"):
+            session.finish()
+    else:
+        session.abort("enough")
+    assert weightsync.reload_state(model) == "torn"
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="no complete load was finished"):
+            experts(torch.zeros(1, experts.hidden), torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, 1))
+        with pytest.raises(ValueError, match="9 of 9 shards are incomplete"):
+            experts.finish()
+    with weightsync.reload(model) as session:
+        session.load_weights(second.items())
+    assert_same_bytes(byte_image(model), byte_image(served(fmt, source, second)))
+    forward(experts)
+
+
+def test_experts_whose_bytes_came_back_serve_on():
+    tensors = checkpoint("sm100_mxfp8", "block_fp8")
+    model = served("sm100_mxfp8", "block_fp8", tensors)
+    y = forward(model.mlp.experts)
+    session = weightsync.start_reload(model, mode="direct", rollback="host")
+    session.load_weights([(n, t) for n, t in checkpoint("sm100_mxfp8", "block_fp8", 2).items() if n.endswith("weight")])
+    session.abort("enough")
+    assert weightsync.reload_state(model) == "live"
+    assert torch.equal(forward(model.mlp.experts), y)

@@ -24,7 +24,14 @@ from weightsync.plan.plan import ReloadPlan, plan_reload
 from weightsync.plan.record import Casts
 from weightsync.reachable import PythonState, standing_still
 from weightsync.reload.audit import LiveTensors
-from weightsync.reload.derived import changed_scalars, discard_arrivals, empty_lazy_caches, host_scalars, tell_replayed, tell_torn
+from weightsync.reload.derived import (
+    changed_scalars,
+    discard_arrivals,
+    empty_lazy_caches,
+    host_scalars,
+    tell_replayed,
+    tell_torn,
+)
 from weightsync.reload.direct import BoundPlan
 from weightsync.reload.gate import close_gate, open_gate, refuse_unready
 from weightsync.reload.hook_runner import HookRunner
