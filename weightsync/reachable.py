@@ -20,6 +20,7 @@ or this package (their internals are not the model's), except the containers nam
 
 from __future__ import annotations
 
+import array
 import collections
 import functools
 import sys
@@ -31,6 +32,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 
 from weightsync.errors import LayoutError
@@ -155,6 +157,9 @@ class PythonState:
         for found in _visit(model):
             if id(found.value) not in saved and type(found.value) not in _UNCHANGEABLE:
                 saved[id(found.value)] = _Saved(found.value)
+                for _, child in _children(found.value):
+                    if isinstance(child, _RAW) and id(child) not in saved:
+                        saved[id(child)] = _Saved(child)
         return cls(list(saved.values()))
 
     def restore(self) -> None:
@@ -421,6 +426,7 @@ def _assign(node: Any, step: _Step, value: Any, path: str) -> Any:
     return None
 
 
+_RAW = (np.ndarray, bytearray, array.array)  # bytes outside of any tensor, which no walk enters
 _UNCHANGEABLE = (tuple, frozenset, types.MethodType, types.MappingProxyType)
 
 
@@ -459,6 +465,10 @@ def _contents(node: Any) -> Any:
         return list(node)
     if isinstance(node, set):
         return set(node)
+    if isinstance(node, (bytearray, array.array)):
+        return node[:]
+    if isinstance(node, np.ndarray):
+        return node.copy()
     if isinstance(node, functools.partial):
         return node.func, node.args, node.keywords
     if isinstance(node, types.FunctionType):
@@ -493,6 +503,12 @@ def _put_contents(node: Any, contents: Any) -> None:
         if {id(item) for item in node} != {id(item) for item in contents}:
             node.clear()
             node.update(contents)
+    elif isinstance(node, (bytearray, array.array)):
+        if node != contents:
+            node[:] = contents
+    elif isinstance(node, np.ndarray):
+        if node.tobytes() != contents.tobytes():
+            np.copyto(node, contents)
     elif isinstance(node, functools.partial):
         if any(a is not b for a, b in zip((node.func, node.args, node.keywords), contents, strict=True)):
             node.__setstate__((*contents, vars(node)))  # type: ignore[attr-defined]

@@ -33,7 +33,8 @@ class FunctionMode(TorchFunctionMode):
         if isinstance(first, torch.Tensor) and first.is_meta:  # sources are on meta
             name = self.ledger.name_of(first)
             if name is not None:
-                self.ledger.current = name
+                if name != self.ledger.current:
+                    self.ledger.begin(name)
                 self.ledger.touched.add(name)
         special = _SPECIAL_CALLS.get(func)
         if special is not None:

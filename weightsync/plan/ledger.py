@@ -20,6 +20,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from weightsync.plan.regions import Region
+from weightsync.plan.side_effects import Watch
 from weightsync.plan.tally import is_covered, overlaps
 from weightsync.plan.writes import Claim, Destination, layout_text
 
@@ -57,6 +58,7 @@ class Ledger:
         touched: Names that any operator or attribute access looked at.
         refusals: Per name, why its shape, dtype or loader cannot be accepted.
         foreign_experts: Names that a `weight_loader` was given with an `expert_id` and did not take.
+        watch: Where names' side effects are looked for; None where there are none.
         rebound: Names that put another tensor or storage in a destination's place.
     """
 
@@ -73,8 +75,10 @@ class Ledger:
     refusals: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
     foreign_experts: dict[str, object] = field(default_factory=dict)
     rebound: set[str] = field(default_factory=set)
+    watch: Watch | None = None
 
     def __post_init__(self) -> None:
+        self._writing: tuple[str, ...] = ()
         self._holdings: dict[int, Holding] = {}
         self._by_storage: dict[int, list[Claim]] = defaultdict(list)
         self._elsewhere: dict[int, list[tuple[Names, Region]]] = defaultdict(list)
@@ -83,6 +87,22 @@ class Ledger:
         """Lets go of every storage. What was found stays."""
         self._holdings.clear()
         self._elsewhere.clear()
+
+    def begin(self, name: str | None, *, is_drawn: bool = False) -> None:
+        """Notes which name is being loaded now.
+
+        Args:
+            name: The name; None after the last.
+            is_drawn: Whether the loader asked for it, and so is done with the one before.
+        """
+        running = (self.current,) if self.current is not None else self._writing
+        if self.watch is not None and running:
+            names = (*running, name) if name is not None and not is_drawn else running
+            self.watch.look(names, self.claims, self.destinations)
+            if name is None:
+                self.watch.look_at_all(self.claims, self.destinations)
+        self._writing = ()
+        self.current = name
 
     # --- who holds what
 
@@ -181,6 +201,9 @@ class Ledger:
     def add_claim(self, claim: Claim) -> None:
         """Notes one write."""
         self.claims.append(claim)
+        if self.watch is not None and self.current is None and claim.names != self._writing:
+            self.watch.look((*self._writing, *claim.names), self.claims, self.destinations)
+            self._writing = claim.names  # the loader drew everything before it began: only its writes tell of a name
         self._by_storage[self.destinations[claim.destination].storage].append(claim)
 
     def rebind(self, target: torch.Tensor, value: torch.Tensor | None) -> None:

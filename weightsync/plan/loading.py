@@ -207,11 +207,12 @@ class Feed:
 
     def __next__(self) -> tuple[str, torch.Tensor]:
         if not self._pending:
-            self.exhausted, self._ledger.current = True, None
+            self.exhausted = True
+            self._ledger.begin(None, is_drawn=True)
             raise StopIteration
         name, given, tensor = self._pending.popleft()
         self._ledger.add_source(name, tensor)
-        self._ledger.current = name
+        self._ledger.begin(name, is_drawn=True)
         self.drawn.add(name)
         return given, tensor
 

@@ -5,7 +5,11 @@
     recording.names["layers.0.w1.weight"].treatment
 
 `load_weights` runs once over meta tensors (dry_run.py says what is noted and what is executed, examine.py what happens
-when it raises). Whatever happens, the model's Python state is put back.
+when it raises). If the loaders change Python state of the model, it runs once more to see which names do so
+(side_effects.py): those are interpreted, too. Whatever happens, the model's Python state is put back.
+
+A dry run sees what the loader does in the calling thread: torch's modes hold for one thread. A loader that hands
+tensors to threads of its own, and writes live bytes there, is beyond it.
 """
 
 from __future__ import annotations
@@ -27,6 +31,7 @@ from weightsync.plan.foreign import Foreign
 from weightsync.plan.ledger import Ledger, storage_key
 from weightsync.plan.loading import observe
 from weightsync.plan.regions import Region
+from weightsync.plan.side_effects import Watch
 from weightsync.plan.tally import overlaps
 from weightsync.plan.writes import Claim, Destination, NamePlan, Write, layout_text
 from weightsync.reachable import PythonState, Slot, walk
@@ -80,17 +85,46 @@ def record(
     Raises:
         LayoutError: The loader writes live tensors in a way that can't be repeated name by name.
     """
+    recording, changed = _dry_run(model, manifest, ignore, casts)
+    if changed:  # again, to see whose loader did it
+        recording, _ = _dry_run(model, manifest, ignore, casts, changed)
+    return recording
+
+
+def _dry_run(
+    model: torch.nn.Module,
+    manifest: Manifest,
+    ignore: Sequence[str],
+    casts: Casts,
+    watched: Sequence[str] | None = None,
+) -> tuple[Recording, list[str]]:
+    """One run; also returns the paths of holders whose Python state the loaders changed.
+
+    Args:
+        model: The model.
+        manifest: What will be on the wire.
+        ignore: Patterns of names.
+        casts: Whether changes of dtype are accepted.
+        watched: Holders that an earlier run saw change: names are blamed for that.
+    """
     slots = walk(model)
     destinations, tensors = find_destinations(slots)
     ledger = Ledger(destinations, allow_casts=casts == "allow")
     for index, tensor in enumerate(tensors):
         ledger.add_destination(index, tensor)
     ignored = {entry.name for entry in manifest if any(fnmatch.fnmatchcase(entry.name, pattern) for pattern in ignore)}
+    changed: list[str] = []
     run = Examination(model, ledger, [entry for entry in manifest if entry.name not in ignored])
     state = PythonState.capture(model)
     try:
         observe(model, ledger)
+        watch = Watch(model, watched)
+        ledger.watch = watch if watched is not None else None
         run.examine()
+        if watched is None:
+            changed = watch.changed()
+        else:
+            ledger.begin(None)
         held = _held(ledger)
         _note_new_tensors(model, slots, ledger)
     finally:
@@ -99,7 +133,7 @@ def record(
     recording = _conclude(run, held)
     for name in ignored:
         recording.names[name] = NamePlan(name, "ignored", "matches a pattern of ignore")
-    return recording
+    return recording, changed
 
 
 def find_destinations(slots: Iterable[Slot]) -> tuple[list[Destination], list[torch.Tensor]]:
@@ -297,6 +331,10 @@ def _why_opaque(claims: list[Claim], ledger: Ledger, held: bool, rebinds: bool, 
     if held:
         return "the model keeps the tensor after loading it"
     distinct = list(dict.fromkeys((claim.destination, claim.region, claim.source) for claim in claims))
+    effects = ledger.watch.effects if ledger.watch is not None else {}
+    for name in dict.fromkeys(name for claim in claims for name in claim.names):
+        if name in effects:
+            return f"its loader also changes Python state of the model: {effects[name]}"
     if len(distinct) > 1 and _overlap_each_other(
         [region for _, region, _ in distinct], [d for d, _, _ in distinct], ledger
     ):

@@ -33,6 +33,7 @@ from weightsync.reachable import _attributes, _children, _is_reachable, _join, _
 
 # What every module has of itself, and what a loader has no business with.
 _COMMON = frozenset(torch.nn.Module().__dict__) - {"training"}
+_SHADOWED = ("named_parameters", "named_buffers")  # on instances, while wrapper components are left out of names
 _BY_VALUE = (
     torch.dtype, torch.device, torch.Size, range, fractions.Fraction, decimal.Decimal, pathlib.PurePath, np.dtype,
     datetime.date, datetime.time, datetime.timedelta, uuid.UUID,
@@ -74,6 +75,22 @@ def values_of(model: torch.nn.Module) -> tuple[Any, ...]:
             below = [frozenset(value for _, _, value in below)]  # type: ignore[list-item]
         rows.append((path, kind, type(node), _own(node), tuple(below)))
     return tuple(rows)
+
+
+def shallow(node: Any) -> Any:
+    """What hangs on one holder: plain values by value, tensors and other holders by identity."""
+    is_module = isinstance(node, torch.nn.Module)
+    below = [
+        (step.how, step.key if isinstance(step.key, (str, int)) else _leaf(step.key), _identity_or_leaf(child))
+        for step, child in _children(node)
+        if not is_module or step.how != "attribute" or not (_is_common(step.key) or step.key in _SHADOWED)
+    ]
+    is_set = isinstance(node, (set, frozenset))
+    return type(node), _own(node), frozenset(value for _, _, value in below) if is_set else below
+
+
+def _identity_or_leaf(value: Any) -> Any:
+    return id(value) if isinstance(value, torch.Tensor) or _is_reachable(value) else _leaf(value)
 
 
 def _is_common(name: Any) -> bool:
