@@ -24,7 +24,15 @@ from megamoe_adapter.bank import Bank
 from megamoe_adapter.formats import Format
 from megamoe_adapter.layout import check_shapes
 from megamoe_adapter.placement import Placement
-from megamoe_adapter.reference import SM90_L2_GROUP, ExpertWeights, Numerics, over_group, routed_experts, shared_expert
+from megamoe_adapter.reference import (
+    PRECISIONS,
+    SM90_L2_GROUP,
+    ExpertWeights,
+    Numerics,
+    over_group,
+    routed_experts,
+    shared_expert,
+)
 from megamoe_adapter.shared_experts import SharedExpert, decide_shared
 from megamoe_adapter.weights import MegaMoEWeights, log_once
 
@@ -89,6 +97,8 @@ class MegaMoEExperts(MegaMoEWeights):
     ) -> None:
         if backend not in BACKENDS:
             raise ValueError(f"unknown backend {backend!r}; known: {', '.join(BACKENDS)}")
+        if precision not in PRECISIONS:
+            raise ValueError(f"unknown precision {precision!r}; known: {', '.join(PRECISIONS)}")
         placement = Placement(num_experts, num_redundant_experts, ep_size, ep_rank)
         bank = Bank.routed(fmt, source, placement.num_slots, hidden, intermediate, scale_group)
         activation = activation or MegaMoEActivation()

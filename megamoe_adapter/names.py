@@ -110,8 +110,8 @@ class ExpertNames:
             None for a name that is not of these experts.
 
         Raises:
-            ValueError: An expert's name with a projection or suffix that its source does not have: loading it
-                nowhere would be silent.
+            ValueError: An expert's name with a projection or suffix that its source does not have, or with another
+                spelling of its index ("01"): loading it nowhere would be silent.
         """
         if (match := _SHARED.fullmatch(name)) is not None:
             return self._locate_shared(name, match)
@@ -120,7 +120,7 @@ class ExpertNames:
             kind = parameter_kind(self._routed, match["suffix"], raw_scales=self.raw_scales)
             if shard is None or kind is None:
                 raise ValueError(f"unexpected expert tensor {name}: {self._expected()}")
-            return Target(match["module"], f"{_routed_prefix(shard)}_{kind}", shard, int(match["expert"]))
+            return Target(match["module"], f"{_routed_prefix(shard)}_{kind}", shard, _expert_index(name, match))
         if (match := _FUSED.fullmatch(name)) is not None:
             suffix = match["suffix"] or "weight"
             if suffix in _FUSED_SCALES and self._routed.scale_suffix is not None:
@@ -190,6 +190,14 @@ class ExpertNames:
 def is_same_path(path: str, other: str) -> bool:
     """Whether two module paths agree as far as both reach: one is the other, or ends with it after a dot."""
     return f".{path}".endswith(f".{other}") or f".{other}".endswith(f".{path}")
+
+
+def _expert_index(name: str, match: re.Match[str]) -> int:
+    """The index as a number, if it is spelt as checkpoints do; two names for one expert would be loaded twice."""
+    index = int(match["expert"])
+    if str(index) != match["expert"]:
+        raise ValueError(f"unexpected expert tensor {name}: the expert index {match['expert']!r} must read '{index}'")
+    return index
 
 
 def _experts_beside(shared: str) -> str:

@@ -7,7 +7,7 @@ only if something is wrong are shards looked at one by one, to be named. Shards 
 
     E4M3 weight        NaN codes 0x7f and 0xff
     BF16 weight        NaN, inf
-    float32 scale      NaN, inf, negative (zero is legal: a zero block)
+    float32 scale      NaN, inf, negative (zero of either sign is legal: a zero block)
     UE8M0 scale        byte 255, which is NaN
     E4M3 scale         NaN codes, negative
     E2M1 weight        every code is a number
@@ -31,6 +31,7 @@ from megamoe_adapter.requantize import BAD_SCALE, NAN_CODE, StagedShards, inspec
 from weightsync.errors import shown
 
 UE8M0_NAN = 255
+E4M3_MINUS_ZERO = 0x80
 
 
 def check_shards(
@@ -73,10 +74,21 @@ def _check_block_fp8(stacks: Sequence[StagedShards], layer: str) -> None:
         flags = requantize_triton.inspect(stacks)[:-1].tolist()
     else:
         flags = [flag for stack in stacks for flag in inspect_shards(stack)]
-    names = [name for stack in stacks for name in stack.names]
-    named = [(name, flag & NAN_CODE, flag & BAD_SCALE) for name, flag in zip(names, flags, strict=True)]
+    if not any(flag & (NAN_CODE | BAD_SCALE) for flag in flags):
+        return
+    shards = [(stack, index) for stack in stacks for index in range(len(stack.shards))]
+    named = [
+        (stack.names[index], flag & NAN_CODE, int(bool(flag & BAD_SCALE) and _is_unusable(stack, index)))
+        for (stack, index), flag in zip(shards, flags, strict=True)
+    ]
     if any(bad_weight or bad_scale for _, bad_weight, bad_scale in named):
         _raise_unsound(named, layer)
+
+
+def _is_unusable(stack: StagedShards, index: int) -> bool:
+    """Whether a flagged shard's scales are wrong here: 2**127, which the flag means too, only limits requantisation."""
+    scale = layout.block_scale_rows(stack.block_scale, *stack.shards[index])
+    return not bool((torch.isfinite(scale) & (scale >= 0)).all())
 
 
 def _raise_unsound(named: Sequence[tuple[str, int, int]], layer: str) -> None:
@@ -133,5 +145,5 @@ def _bad_weight(weight: torch.Tensor, no: torch.Tensor) -> torch.Tensor:
 def _bad_scale(bank: Bank, scale: torch.Tensor) -> torch.Tensor:
     scale_bytes = scale if scale.dtype == torch.uint8 else scale.transpose(-1, -2).view(torch.uint8)
     if bank.format.scale is not None and bank.format.scale.dtype == torch.float8_e4m3fn:
-        return scale_bytes.amax() >= 0x7F
+        return ((scale_bytes >= 0x7F) & (scale_bytes != E4M3_MINUS_ZERO)).any()
     return scale_bytes.amax() == UE8M0_NAN

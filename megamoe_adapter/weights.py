@@ -301,13 +301,26 @@ class MegaMoEWeights(nn.Module):
         if self.globals is not None:
             self.globals.register(self, self.placement.num_slots, device)
         self._loadable: dict[str, tuple[str, str]] = {}
+        self._derived: tuple[str, ...] = ()
         for name, param in self.named_parameters(recurse=False):
             if getattr(param, "weight_loader_numel", None) == 0:
+                self._derived += (name,)
                 continue
-            param.weight_loader = self.weight_loader  # type: ignore[attr-defined]
             for prefix in (*ROUTED_PREFIXES, *SHARED_PREFIXES):
                 if name.startswith(f"{prefix}_"):
                     self._loadable[name] = (prefix, name.removeprefix(f"{prefix}_"))
+        self._attach_loaders()
+
+    def _attach_loaders(self) -> None:
+        """Puts on the parameters what loaders look for there; a copied parameter comes without it."""
+        for name in self._loadable:
+            getattr(self, name).weight_loader = self.weight_loader
+        for name in self._derived:
+            getattr(self, name).weight_loader_numel = 0
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._attach_loaders()
 
     def _classify(self, weight_name: str, shard_id: str) -> tuple[str, str] | None:
         """(prefix, kind) of a name; None if it names a parameter of another shard."""

@@ -1,5 +1,7 @@
 """What keeps experts from serving bytes that were never made final: scalars, moved slots, torn reloads, copies."""
 
+import copy
+
 import pytest
 import torch
 from expert_checkpoints import Checkpoint, assert_same_bytes, byte_image, sizes_of
@@ -244,3 +246,88 @@ def test_experts_whose_bytes_came_back_serve_on():
     session.abort("enough")
     assert weightsync.reload_state(model) == "live"
     assert torch.equal(forward(model.mlp.experts), y)
+
+
+# Copies
+
+
+@pytest.mark.parametrize(("fmt", "source"), [("sm100_mxfp8", "block_fp8"), NVFP4])
+def test_a_copy_loads_into_itself(fmt, source):
+    module = cold(fmt, source, checkpoint(fmt, source))
+    before = byte_image(module)
+    other = copy.deepcopy(module)
+    for name, param in module.named_parameters():
+        twin = getattr(other, name)
+        assert getattr(twin, "weight_loader_numel", None) == getattr(param, "weight_loader_numel", None), name
+        assert hasattr(twin, "weight_loader") is hasattr(param, "weight_loader"), name
+        assert not hasattr(twin, "weight_loader") or twin.weight_loader.__self__ is other, name
+    update = checkpoint(fmt, source, seed=2)
+    load(other, update)
+    other.finish()
+    assert_same_bytes(byte_image(other), byte_image(cold(fmt, source, update)))
+    assert_same_bytes(byte_image(module), before)
+
+
+# Values
+
+
+def test_the_limit_of_requantisation_holds_only_where_it_is_done():
+    name = "mlp.experts.1.down_proj.weight_scale_inv"
+    for fmt in ("sm90_fp8", "sm100_mxfp8"):
+        tensors = checkpoint(fmt, "block_fp8")
+        scale = torch.full_like(tensors[name], 3e38)
+        module = build(fmt, "block_fp8")
+        load(module, tensors | {name: scale})
+        if fmt == "sm90_fp8":
+            module.finish()
+            assert torch.equal(module.w2_weight_scale_inv[1], scale)
+        else:
+            with pytest.raises(ValueError, match=r"expert 1 \(slot 1\) w2 has a block scale .* above 2\*\*127"):
+                module.finish()
+
+
+def test_a_large_scale_does_not_hide_a_bad_one_beside_it():
+    tensors = checkpoint("sm90_fp8", "block_fp8")
+    name = "mlp.experts.1.down_proj.weight_scale_inv"
+    for bad in (float("nan"), float("inf"), -1.0):
+        scale = torch.full_like(tensors[name], 3e38)
+        scale.view(-1)[-1] = bad
+        module = build("sm90_fp8", "block_fp8")
+        load(module, tensors | {name: scale})
+        with pytest.raises(ValueError, match=r"1 unusable tensors: expert 1 \(slot 1\) w2: scale is negative, NaN"):
+            module.finish()
+
+
+def test_a_block_scale_of_minus_zero_is_a_zero_block():
+    tensors = checkpoint(*NVFP4)
+    name = "mlp.experts.1.up_proj.weight_scale"
+    for code, accepted in ((0x80, True), (0x81, False), (0xFF, False), (0x7F, False), (0x7E, True)):
+        scale = tensors[name].clone().view(torch.uint8)
+        scale[0].fill_(code)
+        module = build(*NVFP4)
+        load(module, tensors | {name: scale.view(torch.float8_e4m3fn)})
+        if accepted:
+            module.finish()
+            assert bool(module.expert_values(1).w3[0].any()) is (code != 0x80)
+        else:
+            with pytest.raises(ValueError, match=r"expert 1 \(slot 1\) w3: scale"):
+                module.finish()
+
+
+# Names and arguments
+
+
+@pytest.mark.parametrize("index", ["01", "00", "\u0661", "1\u0661"])
+def test_an_expert_index_is_written_one_way_only(index):
+    module = build("sm100_bf16", "bf16")
+    tensor = checkpoint("sm100_bf16", "bf16")["mlp.experts.1.up_proj.weight"]
+    before = byte_image(module)
+    for call in (lambda name: module.load(name, tensor), module.locate):
+        with pytest.raises(ValueError, match="expert index"):
+            call(f"mlp.experts.{index}.up_proj.weight")
+    assert_same_bytes(byte_image(module), before)
+
+
+def test_an_unknown_precision_is_refused_when_built():
+    with pytest.raises(ValueError, match="unknown precision 'bogus'"):
+        build("sm100_bf16", "bf16", precision="bogus")
