@@ -319,7 +319,7 @@ class MegaMoEWeights(nn.Module):
             getattr(self, name).weight_loader_numel = 0
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._attach_loaders()
 
     def _classify(self, weight_name: str, shard_id: str) -> tuple[str, str] | None:
