@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -139,10 +140,11 @@ class HookRunner:
         ran = [hook.name for hook in self.hooks if id(hook) in later and self._guards.has_run(hook)]
         too_early = [name for hook in self.hooks if (name := hook.name) in ran and hook.path in found.modules]
         if too_early or found.undo is None:
+            order = f", after {shown(too_early)} had run already" if too_early else ""
             raise ReloadError(
-                f"{shown([hook.name for hook in hooks])} looked into {shown(sorted(found.modules))}, which this session "
-                f"loads too{f', after {shown(too_early)} had run already' if too_early else ''}; this is known now, so "
-                "start again: the next session lets them wait for all data"
+                f"{shown([hook.name for hook in hooks])} looked into {shown(sorted(found.modules))}, which this "
+                f"session loads too{order}; this is known now, so start again: the next session lets them wait for "
+                "all data"
             )
         found.undo.restore()
         self._guards.forget(hooks)
@@ -211,26 +213,29 @@ class HookRunner:
         """Runs hooks and settles; once more if it shows that they did not find the model as a first load finds it.
 
         A hook that only reads a buffer must find its live value; one that scales it in place must find the recorded
-        one, else every reload would scale it again. A count goes on, but a hook that does nothing because of it must
-        find it as recorded. Which it is shows when it runs, and is remembered.
+        one, else every reload would scale it again. A number that hooks themselves set must be found as recorded too,
+        one that the engine set as it is. Which it is shows when they run, and is remembered.
         """
         state = state_of(self.model)
         swaps = self._swaps(scopes)
-        suspects = self._suspects([*(staging.swap for staging in stagings), *swaps])
+        all_swaps = [*(staging.swap for staging in stagings), *swaps]
+        suspects = self._suspects(all_swaps) if hooks else set()
+        counters = {path for swap in all_swaps for path in swap.kept_counters} - state.settings if hooks else set()
         is_unknown = own is not None and any(hook.name not in state.reach for hook in hooks)
-        undo = _Undo(self.model, stagings) if suspects or is_unknown else None
-        try:
-            self._attempt(stagings, swaps, hooks, before, paths, suspects, undo, own)
-        except _Again as found:
-            state.compounding |= found.compounding
-            state.latched_by_counter |= found.latched
-            if undo is not None:
+        undo = _Undo(self.model, stagings) if suspects or counters or is_unknown else None
+        trial = _Trial(suspects, counters)
+        while True:
+            try:
+                self._attempt(stagings, swaps, hooks, before, paths, trial, undo, own)
+                break
+            except _Again as found:
+                trial = found.trial
+                if undo is None:
+                    raise ReloadError(f"cannot run {shown([hook.name for hook in hooks])} a second time") from found
                 undo.restore()
-            self._guards.forget(hooks)
-            stagings = (
-                undo.staged_again() if undo is not None else [staging.again(staging.tensors) for staging in stagings]
-            )
-            self._attempt(stagings, self._swaps(scopes), hooks, before, paths, set(), None, own)
+                self._guards.forget(hooks)
+                stagings = undo.staged_again()
+                swaps = self._swaps(scopes)
         state.harmless |= suspects - state.compounding
         if own is not None:
             for hook in hooks:
@@ -239,7 +244,7 @@ class HookRunner:
 
     def _swaps(self, scopes: Sequence[list[Scope]]) -> list[Swap]:
         state = state_of(self.model)
-        return [Swap(own, new=state.compounding, counters=state.latched_by_counter) for own in scopes]
+        return [Swap(own, new=state.compounding, counters=state.latches) for own in scopes]
 
     def _attempt(
         self,
@@ -248,7 +253,7 @@ class HookRunner:
         hooks: Sequence[Hook],
         before: Mapping[str, LiveSlot],
         paths: Iterable[str] | None,
-        suspects: set[str],
+        trial: _Trial,
         undo: _Undo | None,
         own: Collection[str] | None,
     ) -> None:
@@ -270,9 +275,7 @@ class HookRunner:
                 self._look_abroad(own, log, undo)
             self._refuse_processed_twice(unsent, log)
             slots = None if paths is None else [s for path in paths for s in walk_module(self.modules[path], path)]
-            self._look_again(suspects, log, walk(self.model) if slots is None else slots)
-            if hooks and not state_of(self.model).latched_by_counter:
-                self._look_for_latch(all_swaps, log, assigned)
+            self._look_again(trial, log, walk(self.model) if slots is None else slots, all_swaps, assigned)
 
             def is_new_value(path: str, tensor: torch.Tensor) -> bool:
                 start = starts.get(path)
@@ -349,17 +352,41 @@ class HookRunner:
             return slot.kind == "parameter" or slot.path in self.loaded
         return slot.path in self.coming
 
-    def _look_again(self, suspects: set[str], log: TensorLog, slots: Sequence[Slot]) -> None:
-        now = {slot.path: slot.tensor for slot in slots} if suspects else {}
+    def _look_again(
+        self,
+        trial: _Trial,
+        log: TensorLog,
+        slots: Sequence[Slot],
+        swaps: Sequence[Swap],
+        assigned: Mapping[int, set[str]],
+    ) -> None:
+        """Raises `_Again` if the hooks have to see other values, or it takes a run to tell whose a value is.
+
+        A number that is not as recorded is the hooks' own state (a latch), or a setting that changed since. So is a
+        tensor of one element that they read. Shown the recorded value, a hook sets its latch; a setting it only reads.
+        """
+        state = state_of(self.model)
+        suspects = trial.suspects
+        now = {slot.path: slot.tensor for slot in slots} if suspects or trial.scalars else {}
         read = suspects & log.read
         rebound = {path for path in read if now.get(path) is not self.live.by_path[path].slot.tensor}
-        if found := (suspects & log.read_then_written) | rebound:
-            raise _Again(compounding=found)
-
-    def _look_for_latch(self, swaps: Sequence[Swap], log: TensorLog, assigned: Mapping[int, set[str]]) -> None:
-        is_idle = not (log.written_live or log.written_staged or any(assigned.values()))
-        if is_idle and any(swap.kept_counters for swap in swaps) and all(swap.is_untouched() for swap in swaps):
-            raise _Again(latched=True)
+        found = (suspects & log.read_then_written) | rebound
+        touched = {path for swap in swaps for path in swap.touched(assigned)} if trial.is_second else set()
+        if trial.is_second:
+            only_read = {path for path in trial.scalars if path not in log.written_staged and path not in touched}
+            settings = trial.counters - touched
+            state.compounding -= only_read
+            state.harmless |= only_read
+            state.latches -= settings
+            state.settings |= settings
+            if only_read or settings:
+                raise _Again(_Trial(set(), set()))
+            return
+        scalars = {path for path in read - found if self.live.by_path[path].alias.numel() == 1}
+        if found or scalars or trial.counters:
+            state.compounding |= found | scalars
+            state.latches |= trial.counters
+            raise _Again(_Trial(set(), trial.counters, scalars, is_second=True))
 
     def _refuse_processed_twice(self, unsent: Mapping[str, Unsent], log: TensorLog) -> None:
         """Refuses a hook that changed parameters which hold its own earlier results."""
@@ -377,13 +404,29 @@ class HookRunner:
             )
 
 
+@dataclass(frozen=True, slots=True)
+class _Trial:
+    """What one run of hooks has to show.
+
+    Attributes:
+        suspects: Live tensors, not as recorded, that hooks may process.
+        counters: Names of numbers and lists, not as recorded, that hooks may own; shown as recorded in a second run.
+        scalars: Tensors of one element, likewise.
+        is_second: Whether this is the run that shows recorded values.
+    """
+
+    suspects: set[str]
+    counters: set[str]
+    scalars: set[str] = field(default_factory=set)
+    is_second: bool = False
+
+
 class _Again(Exception):  # a finding that makes `_run` try once more, not an error
     """The hooks did not find the model as a first load would find it."""
 
-    def __init__(self, compounding: Collection[str] = (), *, latched: bool = False) -> None:
-        super().__init__(shown(sorted(compounding)))
-        self.compounding = set(compounding)
-        self.latched = latched
+    def __init__(self, trial: _Trial) -> None:
+        super().__init__(shown(sorted(trial.counters | trial.scalars)))
+        self.trial = trial
 
 
 class _Wide(Exception):  # a finding that makes a unit wait, not an error

@@ -167,7 +167,7 @@ class Staging:
                     staged.add(id(holder))
                     scopes.extend(records[holder].scopes[1:])
         state = state_of(model)
-        self.swap = Swap(scopes, new={*written, *state.compounding}, counters=state.latched_by_counter)
+        self.swap = Swap(scopes, new={*written, *state.compounding}, counters=state.latches)
         self.tensors = self.swap.made()
         self._deep = self._stage_deep(path for path in written if path not in self.tensors)
         storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in self._all()}

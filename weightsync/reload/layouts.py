@@ -114,7 +114,8 @@ def record_layouts(model: torch.nn.Module) -> None:
         state.compounding.clear()
         state.reach.clear()
         state.harmless.clear()
-        state.latched_by_counter = False
+        state.latches.clear()
+        state.settings.clear()
 
 
 def module_modes(
@@ -187,7 +188,7 @@ def checkpoint_layout(model: torch.nn.Module, mode: Mode) -> Iterator[None]:
     swap = Swap(
         [scope for path, m in modes.items() if m.from_record for scope in records[modules[path]].scopes],
         placeholder=True,
-        counters=state_of(model).latched_by_counter,
+        counters=state_of(model).latches,
     )
     swap.install()
     try:

@@ -10,6 +10,8 @@ set, caches not yet there. A `Swap` puts that world in place of the live one and
 
 from __future__ import annotations
 
+import collections
+import copy
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -29,11 +31,34 @@ _PLAIN = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.
 
 @dataclass(frozen=True, slots=True)
 class Container:
-    """A list, tuple, dict or set as it was: its type, and its items (for a dict its values) as recorded values."""
+    """A list, tuple, dict or set as it was: its type, and its items (for a dict its values) as recorded values.
+
+    Attributes:
+        cls: Its type.
+        keys: For a dict, its keys.
+        items: Its items, or values.
+        empty: An empty one with the same default factory, bound and so on; None for a tuple.
+    """
 
     cls: type
     keys: tuple[Any, ...] | None
     items: tuple[Any, ...]
+    empty: Any = None
+
+    def build(self, items: list[Any]) -> Any:
+        """Such a container with other items."""
+        if self.empty is None:
+            return self.cls._make(items) if hasattr(self.cls, "_make") else self.cls(items)
+        made = copy.copy(self.empty)
+        if self.keys is not None:
+            dict.update(made, zip(self.keys, items, strict=True))
+        elif isinstance(made, set):
+            set.update(made, items)
+        elif isinstance(made, list):
+            list.extend(made, items)
+        else:
+            made.extend(items)
+        return made
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -107,12 +132,12 @@ class Swap:
         placeholder: Keep even parameters that are live as recorded, and make the others on the meta device; nothing
             may be written while installed.
         new: Paths of further tensors that have to be new.
-        counters: Whether to put back numbers and lists of plain values too. Otherwise they are left as they are: a
-            latch is a flag, a None, or something that is not there yet, while a count or a log is meant to go on.
+        counters: Names of numbers and lists of plain values to put back too. Others are left as they are: an engine
+            may have set them since.
 
     Attributes:
         scopes: What to swap.
-        kept_counters: Whether a number or list was left that is not as recorded.
+        kept_counters: Names of numbers and lists that were left and are not as recorded.
         live: What each scope held before.
         start: What each scope holds when first installed.
     """
@@ -123,18 +148,18 @@ class Swap:
         *,
         placeholder: bool = False,
         new: Collection[str] = (),
-        counters: bool = False,
+        counters: Collection[str] = (),
     ) -> None:
         self.scopes = scopes
-        self.kept_counters = False
-        self._resets_counters = counters
+        self.kept_counters: set[str] = set()
+        self._counters = counters
         self.live = [scope.read() for scope in scopes]
         self._placeholder = placeholder
         self._new_blocks = self._find_new_blocks(new)
         self._made: dict[int, torch.Tensor] = {}
         self._make()
         self.start = [
-            {name: self._build(value, live.get(name, ABSENT)) for name, value in scope.values.items()}
+            {n: self._build(value, live.get(n, ABSENT), scope.path_of(n)) for n, value in scope.values.items()}
             for scope, live in zip(scopes, self.live, strict=True)
         ]
         self._other = self.start
@@ -165,13 +190,17 @@ class Swap:
             if scope.registry == "attributes" and any(live.get(k, ABSENT) is not v for k, v in start.items())
         ]
 
-    def is_untouched(self) -> bool:
-        """Whether every name still holds what was installed."""
-        return all(
-            now.keys() == start.keys()
-            and all(now[name] is value and not self.is_changed(value) for name, value in start.items())
-            for now, start in zip((scope.read() for scope in self.scopes), self.start, strict=True)
-        )
+    def touched(self, assigned: Mapping[int, set[str]]) -> set[str]:
+        """Paths of names that hold something else than what was installed, or that were assigned."""
+        return {
+            scope.path_of(name)
+            for scope, start in zip(self.scopes, self.start, strict=True)
+            for now in (scope.read(),)
+            for name in {*now, *start}
+            if now.get(name, ABSENT) is not (value := start.get(name, ABSENT))
+            or name in assigned.get(id(scope.holder), ())
+            or self.is_changed(value)
+        }
 
     def kept(self) -> dict[str, tuple[TensorLayout, torch.Tensor]]:
         """Recorded tensors that are the live ones still, with what was recorded, by path."""
@@ -228,22 +257,25 @@ class Swap:
             self._made |= allocate(layouts, device)
         self._made |= allocate((layout for layout, is_meta in wanted if is_meta), "meta")
 
-    def _build(self, value: Any, live: Any) -> Any:
+    def _build(self, value: Any, live: Any, path: str) -> Any:
         if isinstance(value, TensorLayout):
             return self._made[id(value)] if id(value.block) in self._new_blocks else live
-        if not self._resets_counters and _is_counter(value) and _is_counter(live):
-            self.kept_counters |= not _same_plain(value, live)
+        if path not in self._counters and _is_counter(value) and _is_counter(live):
+            if not _same_counter(value, live):
+                self.kept_counters.add(path)
             return live
         if not isinstance(value, Container):
             return live if _same_plain(value, live) else value
         matching = _matching(value, live)
-        items = [self._build(item, other) for item, other in zip(value.items, matching, strict=True)]
-        is_same = isinstance(live, (list, tuple, dict, set)) and type(live) is value.cls and len(live) == len(items)
+        items = [self._build(item, other, path) for item, other in zip(value.items, matching, strict=True)]
+        is_same = (
+            isinstance(live, (list, tuple, dict, set, collections.deque))
+            and type(live) is value.cls
+            and len(live) == len(items)
+        )
         if is_same and all(item is other for item, other in zip(items, matching, strict=True)):
             return live
-        if value.keys is not None:
-            return value.cls(zip(value.keys, items, strict=True))
-        return value.cls._make(items) if hasattr(value.cls, "_make") else value.cls(items)
+        return value.build(items)
 
 
 def _read(holder: Any, registry: Registry) -> dict[str, Any]:
@@ -258,12 +290,16 @@ def _read(holder: Any, registry: Registry) -> dict[str, Any]:
 def _record(value: Any, layouts: Mapping[int, TensorLayout], depth: int) -> Any:
     if isinstance(value, torch.Tensor):
         return layouts[id(value)]
-    exact = type(value) in (list, tuple, dict, set) or (isinstance(value, tuple) and hasattr(value, "_make"))
-    if not exact or depth > 8:  # a container that holds itself is kept as it is
+    is_tuple = type(value) is tuple or (isinstance(value, tuple) and hasattr(value, "_make"))
+    if not (is_tuple or _is_container(value)) or depth > 8:  # a container that holds itself is kept as it is
         return value
+    empty = None
+    if not is_tuple:
+        empty = copy.copy(value)
+        empty.clear()
     items = value.values() if isinstance(value, dict) else value
     keys = tuple(value) if isinstance(value, dict) else None
-    return Container(type(value), keys, tuple(_record(item, layouts, depth + 1) for item in items))
+    return Container(type(value), keys, tuple(_record(item, layouts, depth + 1) for item in items), empty)
 
 
 def _tensors(value: Any, live: Any) -> list[tuple[TensorLayout, torch.Tensor | None]]:
@@ -281,12 +317,12 @@ def _matching(value: Container, live: Any) -> list[Any]:
     """The live items at the places of the recorded items; ABSENT where there is none."""
     if value.keys is not None:
         return [live.get(key, ABSENT) if isinstance(live, dict) else ABSENT for key in value.keys]
-    items = list(live) if isinstance(live, (list, tuple, set)) and type(live) is value.cls else []
+    items = list(live) if isinstance(live, (list, tuple, set, collections.deque)) and type(live) is value.cls else []
     return [items[index] if index < len(items) else ABSENT for index in range(len(value.items))]
 
 
 def _is_container(value: Any) -> bool:
-    return isinstance(value, (list, dict, set))
+    return isinstance(value, (list, dict, set, collections.deque))
 
 
 def _contents(value: Any, depth: int = 0) -> list[Any]:
@@ -308,6 +344,10 @@ def _is_counter(value: Any) -> bool:
     if isinstance(value, list):
         return all(isinstance(item, _PLAIN) for item in value)
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _same_counter(value: Any, live: Any) -> bool:
+    return list(value.items) == live if isinstance(value, Container) else _same_plain(value, live)
 
 
 def _same_plain(left: Any, right: Any) -> bool:

@@ -44,7 +44,8 @@ class ModelState:
         compounding: Paths of tensors that are not loaded and that hooks were seen to process in place; hooks find their
             recorded value.
         harmless: Paths of tensors that are not loaded, not as recorded, and that hooks were seen not to process.
-        latched_by_counter: Whether a hook was seen to do nothing because of a number or list that an earlier run left.
+        latches: Names of numbers and lists that hooks set themselves; hooks find the recorded value.
+        settings: Names of numbers and lists, not as recorded, that hooks do not set; hooks find the live value.
         reach: By name of a module-stage hook that ran: modules that it looked into, outside its own and those below.
         torn_by: What tore the model, for messages.
         gate: Handles of the forward pre-hook that refuses to serve.
@@ -61,7 +62,8 @@ class ModelState:
     bound: BoundPlan | None = None
     compounding: set[str] = field(default_factory=set)
     harmless: set[str] = field(default_factory=set)
-    latched_by_counter: bool = False
+    latches: set[str] = field(default_factory=set)
+    settings: set[str] = field(default_factory=set)
     reach: dict[str, frozenset[str]] = field(default_factory=dict)
     torn_by: str = ""
     gate: list[Any] = field(default_factory=list)

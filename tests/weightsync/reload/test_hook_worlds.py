@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Callable
 from typing import Any
 
@@ -133,3 +134,64 @@ def test_a_neighbour_that_was_processed_too_early_is_an_error_once(mode: str) ->
         push(model, backwards, mode)
     push(model, backwards, mode)
     assert state_bytes(model) == state_bytes(cold(make(), B))
+
+
+class Latch(nn.Module):
+    """Doubles `w` once, which it remembers in `kept`; writes a log besides."""
+
+    def __init__(self, kept: Any, is_set: Callable[[Any], bool], set_it: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.w = param(zeros(3))
+        self.log: list[str] = []
+        if isinstance(kept, torch.Tensor):
+            self.register_buffer("kept", kept)
+        else:
+            self.kept = kept
+        self.is_set, self.set_it = is_set, set_it
+
+    def process_weights_after_loading(self) -> None:
+        self.log.append("ran")
+        self.t = self.w.data.clone()
+        if not self.is_set(self):
+            self.w.data.mul_(2)
+            self.set_it(self)
+
+
+LATCHES: dict[str, tuple[Callable[[], Any], Callable[[Any], bool], Callable[[Any], Any]]] = {
+    "tensor": (lambda: torch.tensor(False), lambda m: bool(m.kept), lambda m: m.kept.fill_(True)),
+    "count": (lambda: 0, lambda m: m.kept > 0, lambda m: setattr(m, "kept", m.kept + 1)),
+    "list": (list, lambda m: bool(m.kept), lambda m: m.kept.append(1)),
+    "deque": (collections.deque, lambda m: bool(m.kept), lambda m: m.kept.append(1)),
+    "ordered dict": (collections.OrderedDict, lambda m: "k" in m.kept, lambda m: m.kept.update(k=1)),
+    "default dict": (lambda: collections.defaultdict(int), lambda m: m.kept["k"], lambda m: m.kept.update(k=1)),
+    "counter": (collections.Counter, lambda m: m.kept["k"], lambda m: m.kept.update("k")),
+}
+
+
+@each_way
+@pytest.mark.parametrize("kind", LATCHES)
+def test_a_latch_is_open_for_every_reload(mode: str, size: int, kind: str) -> None:
+    kept, is_set, set_it = LATCHES[kind]
+    pushes_like_a_first_load(lambda: Net(a=Latch(kept(), is_set, set_it), b=Layer(w=zeros(3))), mode, size)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", ["count", "tensor"])
+def test_a_setting_that_the_engine_changed_is_not_taken_for_a_latch(mode: str, kind: str) -> None:
+    def hook(layer: Layer) -> None:
+        layer.t = layer.w.data * int(layer.factor)
+
+    def factor(value: int) -> Any:
+        return value if kind == "count" else torch.tensor(value)
+
+    layer = Layer(hook=hook, w=zeros(3))
+    layer.factor = factor(1)
+    model = Net(a=layer, b=Layer(w=zeros(3)))
+    cold(model, A)
+    if kind == "count":
+        layer.factor = 10
+    else:
+        layer.factor.fill_(10)
+    for weights, expected in ((B, 50), (A, 20)):
+        push(model, weights, mode)
+        assert torch.equal(layer.t, full(expected, 3))
