@@ -14,6 +14,7 @@ cold-loaded model tell that the bytes are equal, across processes too.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from weightsync.kernels.digest import digest_many
 from weightsync.reachable import walk
 from weightsync.reload.state import unwrapped
 
+_SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 FORMAT = "weightsync-fingerprint-1"
 
 
@@ -33,12 +35,14 @@ class TensorPrint(NamedTuple):
     """One tensor.
 
     Attributes:
-        address: Address of its storage; 0 on the meta device. Means something in its own process alone.
+        address: Address of its storage (of its values, if it is sparse or nested); 0 on the meta device. Means
+            something in its own process alone.
         storage_offset: First element, in elements.
         shape: Its shape.
-        stride: Its strides, in elements; () for a sparse tensor.
+        stride: Its strides, in elements; () for a sparse or nested tensor.
         dtype: Its dtype.
-        digest: 32 hex characters over the bytes in index order; "" if it has no strided bytes (meta, sparse).
+        digest: 32 hex characters over the bytes in index order; for a sparse, quantized or nested tensor over all that
+            it consists of. "" if there are no bytes (meta, a storage that was freed).
     """
 
     address: int
@@ -49,8 +53,8 @@ class TensorPrint(NamedTuple):
     digest: str
 
     def has_bytes_of(self, other: TensorPrint) -> bool:
-        """Whether the values are bit-identical: equal shape, dtype and digest."""
-        return (self.shape, self.dtype, self.digest) == (other.shape, other.dtype, other.digest)
+        """Whether the values are bit-identical: equal shape, dtype and digest. Never so where there are no bytes."""
+        return self.digest != "" and (self.shape, self.dtype, self.digest) == (other.shape, other.dtype, other.digest)
 
     def is_placed_like(self, other: TensorPrint) -> bool:
         """Whether a captured graph that reads one reads the other: equal address, offset, shape, stride and dtype."""
@@ -150,21 +154,63 @@ def fingerprint(model: torch.nn.Module) -> Fingerprint:
         model: The model; a `torch.compile` wrapper stands for what it wraps.
     """
     slots = walk(unwrapped(model))
-    unique = {id(slot.tensor): slot.tensor for slot in slots if _has_bytes(slot.tensor)}
-    digests = dict(zip(unique, digest_many(list(unique.values())), strict=True))
-    return Fingerprint({slot.path: _print(slot.tensor, digests.get(id(slot.tensor), "")) for slot in slots})
+    unique = {id(slot.tensor): _parts(slot.tensor) for slot in slots}
+    flat = [part for _, parts in unique.values() for part in parts]
+    found = iter(digest_many([part for part in flat if _has_bytes(part)]))
+    digests = {}
+    for key, (words, parts) in unique.items():
+        own = [next(found) if _has_bytes(part) else "" for part in parts]
+        digests[key] = "" if "" in own else own[0] if not words else _joined(words, parts, own)
+    return Fingerprint({slot.path: _print(slot.tensor, digests[id(slot.tensor)]) for slot in slots})
+
+
+def _parts(tensor: torch.Tensor) -> tuple[str, list[torch.Tensor]]:
+    """Strided tensors that a tensor consists of, values last, and words for what these do not tell; "" if it is one."""
+    if tensor.is_meta:
+        return "", [tensor]
+    if tensor.is_nested:
+        return f"nested {tensor.layout}", [part for item in tensor.unbind() for part in _parts(item)[1]]
+    if tensor.layout == torch.sparse_coo:
+        return f"coo {tuple(tensor.shape)}", [tensor._indices(), tensor._values()]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return str(tensor.layout), [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return str(tensor.layout), [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    if tensor.layout != torch.strided:
+        return str(tensor.layout), [tensor.to_dense()]
+    if not tensor.is_quantized:
+        return "", [tensor]
+    if tensor.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
+        return f"{tensor.qscheme()} {tensor.q_scale()!r} {tensor.q_zero_point()}", [tensor.int_repr()]
+    words = f"{tensor.qscheme()} {tensor.q_per_channel_axis()}"
+    return words, [tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points(), tensor.int_repr()]
+
+
+def _joined(words: str, parts: list[torch.Tensor], digests: list[str]) -> str:
+    shapes = [(str(part.dtype), tuple(part.shape)) for part in parts]
+    return hashlib.sha256(f"{words} {shapes} {digests}".encode()).hexdigest()[:32]
 
 
 def _has_bytes(tensor: torch.Tensor) -> bool:
-    return not tensor.is_meta and tensor.layout == torch.strided and tensor.untyped_storage().nbytes() >= tensor.nbytes
+    if tensor.is_meta:
+        return False
+    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    end = (int(tensor.storage_offset()) + reach + 1) * tensor.itemsize if tensor.numel() else 0
+    return tensor.untyped_storage().nbytes() >= end
 
 
 def _print(tensor: torch.Tensor, digest: str) -> TensorPrint:
-    shape = tuple(tensor.shape)
-    if tensor.layout != torch.strided:
-        return TensorPrint(0, 0, shape, (), tensor.dtype, digest)
-    address = 0 if tensor.is_meta else tensor.untyped_storage().data_ptr()
+    shape = (tensor.size(0),) if tensor.is_nested else tuple(tensor.shape)
+    if tensor.is_nested or tensor.layout != torch.strided:
+        has_own = not tensor.is_meta and (tensor.is_nested or tensor.layout in _SPARSE)
+        parts = _parts(tensor)[1] if has_own else []
+        return TensorPrint(_address(parts[-1]) if parts else 0, 0, shape, (), tensor.dtype, digest)
+    address = _address(tensor)
     return TensorPrint(address, int(tensor.storage_offset()), shape, tensor.stride(), tensor.dtype, digest)
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_meta else tensor.untyped_storage().data_ptr()
 
 
 def _parse(path: str, row: object) -> TensorPrint:

@@ -6,7 +6,8 @@ import pytest
 import torch
 from toys import Kernel, Layer, Net, codes, full, zeros
 
-from weightsync import Fingerprint, VerifyError, fingerprint
+from weightsync import Fingerprint, LayoutError, VerifyError, fingerprint
+from weightsync.kernels.digest import digest
 
 
 def small():
@@ -89,11 +90,70 @@ def test_empty_and_scalar_tensors_have_rows(shape):
     assert (row.shape, len(row.digest)) == (shape, 32)
 
 
-def test_tensors_without_bytes_have_a_row_and_no_digest():
+def test_tensors_without_bytes_have_no_digest_and_never_count_as_equal():
     model = Net()
     model.m = torch.empty(2, device="meta")
-    model.s = torch.eye(2).to_sparse()
-    assert [(row.digest, row.address) for row in fingerprint(model).rows.values()] == [("", 0), ("", 0)]
+    model.freed = torch.ones(2)
+    model.freed.untyped_storage().resize_(0)
+    print_ = fingerprint(model)
+    assert [(row.digest, row.address) for row in print_.rows.values()] == [("", 0), ("", 0)]
+    assert print_.diff(print_).differing == ("m", "freed")
+
+
+def per_channel(scale, zero, *values):
+    data = torch.tensor(values).float().view(1, -1)
+    return torch.quantize_per_channel(data, torch.tensor([scale]), torch.tensor([zero]), 0, torch.qint8)
+
+
+def nested(layout, *values):
+    return torch.nested.nested_tensor([torch.ones(2), torch.tensor(values)], layout=layout)
+
+
+UNUSUAL = {
+    "expanded": [lambda: full(1, 1).expand(3), lambda: full(2, 1).expand(3), lambda: torch.tensor([1.0, 1.0, 2.0])],
+    "sparse": [
+        lambda: torch.eye(3).to_sparse(), lambda: (torch.eye(3) * 2).to_sparse(),
+        lambda: torch.eye(3).flip(0).to_sparse(),
+    ],
+    "csr": [lambda: torch.eye(3).to_sparse_csr(), lambda: (torch.eye(3) * 2).to_sparse_csr()],
+    "csc": [lambda: torch.eye(3).to_sparse_csc(), lambda: torch.eye(3).flip(0).to_sparse_csc()],
+    "bsr": [lambda: torch.eye(4).to_sparse_bsr((2, 2)), lambda: torch.eye(4).flip(0).to_sparse_bsr((2, 2))],
+    "quantized": [
+        lambda: torch.quantize_per_tensor(full(1, 3), 0.1, 0, torch.qint8),
+        lambda: torch.quantize_per_tensor(full(2, 3), 0.2, 0, torch.qint8),
+        lambda: torch.quantize_per_tensor(full(2, 3), 0.1, 0, torch.qint8),
+        lambda: torch.quantize_per_tensor(full(1, 3), 0.1, 1, torch.qint8),
+    ],
+    "quantized per channel": [
+        lambda: per_channel(0.1, 0, 1, 2), lambda: per_channel(0.2, 0, 2, 4), lambda: per_channel(0.1, 0, 1, 3)
+    ],
+    "nested": [lambda: nested(torch.strided, 1.0, 1.0, 1.0), lambda: nested(torch.strided, 0.0, 1.0, 1.0),
+               lambda: nested(torch.strided, 1.0, 1.0)],
+    "jagged": [lambda: nested(torch.jagged, 1.0, 1.0, 1.0), lambda: nested(torch.jagged, 0.0, 1.0, 1.0)],
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", UNUSUAL)
+def test_values_of_unusual_tensors_are_compared(kind):
+    def printed(make):
+        model = torch.nn.Module()
+        model.t = make()
+        return fingerprint(model)
+
+    prints = [printed(make) for make in UNUSUAL[kind]]
+    for number, (one, make) in enumerate(zip(prints, UNUSUAL[kind], strict=True)):
+        assert len(one.rows["t"].digest) == 32
+        assert printed(make).diff(one).differing == ()
+        assert all("t" in one.diff(other).differing for other in prints[:number])
+        assert Fingerprint.from_json(one.to_json()) == one
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ["sparse", "quantized", "nested"])
+def test_a_digest_of_what_is_more_than_its_bytes_is_refused(kind):
+    with pytest.raises(LayoutError, match="no strided bytes"):
+        digest(UNUSUAL[kind][0]())
 
 
 @pytest.mark.parametrize(

@@ -61,13 +61,14 @@ def digest_many(tensors: Sequence[torch.Tensor], *, backend: Backend = "auto") -
         backend: "torch" (which stands for numpy here) or "triton" instead of each device's own.
 
     Raises:
-        LayoutError: A tensor has no bytes to read (meta) or is not strided (sparse).
+        LayoutError: A tensor has no bytes to read (meta) or is more than its bytes (sparse, quantized, nested).
     """
     for number, tensor in enumerate(tensors):
-        if tensor.device.type == "meta" or tensor.layout is not torch.strided:
+        what = "nested" if tensor.is_nested else "quantized" if tensor.is_quantized else tensor.layout
+        if tensor.device.type == "meta" or what is not torch.strided:
             raise LayoutError(
-                f"tensor {number} of {len(tensors)} has no strided bytes to digest: it is {tensor.layout} on "
-                f"{tensor.device}; load it first, or leave it out"
+                f"tensor {number} of {len(tensors)} has no strided bytes to digest: it is {what} on "
+                f"{tensor.device}; load it first, give its parts, or leave it out"
             )
     by_device: defaultdict[torch.device, list[int]] = defaultdict(list)
     for number, tensor in enumerate(tensors):
