@@ -245,10 +245,12 @@ class Ledger:
     def refuse_copy(self, names: Names, target: torch.Tensor, source: torch.Tensor, why: str) -> None:
         """Refuses a copy, with both sides' layouts."""
         holding = self.of(target)
+        expected, got = layout_text(target.dtype, target.shape), layout_text(source.dtype, source.shape)
         where = "a tensor outside the model"
         if holding is not None and holding.destinations:
-            where = str(self.destinations[self._destination_at(holding.destinations, Region.of(target))])
-        expected, got = layout_text(target.dtype, target.shape), layout_text(source.dtype, source.shape)
+            destination = self.destinations[self._destination_at(holding.destinations, Region.of(target))]
+            is_whole = layout_text(destination.dtype, destination.shape) == expected
+            where = destination.path if is_whole else f"a part of {destination}"
         self.refuse(names or self._current(), f"{why}: expected {expected} for {where}, got {got}")
 
     def needs_values(self, names: Iterable[str], reason: str) -> None:

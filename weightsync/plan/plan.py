@@ -282,7 +282,9 @@ def check_plan(recording: Recording, coverage: Coverage) -> None:
     gaps = {"missing": missing, "unexpected": tuple(recording.unexpected), "duplicated": coverage.duplicated}
     if any(gaps.values()):
         reasons = list(dict.fromkeys(f"{name}: {words}" for name, words in recording.unexpected.items()))
-        incomplete = f"the load is not complete ({shown(reasons, 3)})" if reasons else "the load is not complete"
+        misfits = f"{len(reasons)} names do not fit the model ({shown(reasons, 3)})" if reasons else ""
+        is_short = bool(missing or coverage.duplicated)
+        incomplete = "; ".join(words for words in ("the load is not complete" if is_short else "", misfits) if words)
         if layout:
             raise PlanError(f"{layout}. {incomplete}", **gaps, names=wrong)
         raise CoverageError(incomplete, **gaps)

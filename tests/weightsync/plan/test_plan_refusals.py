@@ -85,7 +85,7 @@ def test_every_shape_mismatch_is_listed_with_both_shapes():
     error = refused(Asserts(params), weights, LayoutError)
     assert set(error.names) == {"wrong", "strict", "other"}
     assert not isinstance(error, CoverageError)
-    assert "wrong: shape mismatch: expected float32[4, 6] for wrong float32[4, 6], got float32[6, 4]" in str(error)
+    assert "wrong: shape mismatch: expected float32[4, 6] for wrong, got float32[6, 4]" in str(error)
     assert "strict: its loader raised AssertionError" in str(error)
 
 
@@ -344,3 +344,17 @@ def test_a_loader_that_stops_asking_leaves_the_rest_unexpected():
 
     error = refused(Stops({"w": zeros(2), "v": zeros(2)}), sent(w=(2,), v=(2,)), CoverageError)
     assert (error.unexpected, error.missing) == (("v",), ("v",))
+
+
+def test_names_that_do_not_fit_are_not_called_an_incomplete_load():
+    words = str(refused(Toy({"a": zeros(2)}), sent(a=(2,), zzz=(2,)), CoverageError))
+    assert words.startswith("1 names do not fit the model (zzz: the loader raised KeyError: 'zzz')")
+    assert "not complete" not in words
+    words = str(refused(Toy({"a": zeros(2)}), sent(zzz=(2,)), CoverageError))
+    assert words.startswith("the load is not complete; 1 names do not fit the model (zzz: ")
+
+
+def test_a_part_of_a_tensor_is_told_with_the_whole_layout():
+    model = Toy({"w": zeros(4, 2)}, {"w": lambda m, t: m.w.data[:2].copy_(t)})
+    words = str(refused(model, sent(w=(3, 2)), LayoutError))
+    assert "expected float32[2, 2] for a part of w float32[4, 2], got float32[3, 2]" in words
