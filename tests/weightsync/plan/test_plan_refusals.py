@@ -348,7 +348,7 @@ def test_a_loader_that_stops_asking_leaves_the_rest_unexpected():
 
 def test_names_that_do_not_fit_are_not_called_an_incomplete_load():
     words = str(refused(Toy({"a": zeros(2)}), sent(a=(2,), zzz=(2,)), CoverageError))
-    assert words.startswith("1 names do not fit the model (zzz: the loader raised KeyError: 'zzz')")
+    assert words.startswith("1 names do not fit the model (zzz: the loader raised ")
     assert "not complete" not in words
     words = str(refused(Toy({"a": zeros(2)}), sent(zzz=(2,)), CoverageError))
     assert words.startswith("the load is not complete; 1 names do not fit the model (zzz: ")
