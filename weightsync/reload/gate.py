@@ -2,6 +2,9 @@
 
 refuse_unready(model)            # asleep, expert moves pending: ReloadError, and nothing has changed
 close_gate(model); ...; open_gate(model)
+
+The gate stands before the model itself. A caller that goes past it (`model.forward(x)`, or a submodule called by
+itself, such as `model.lm_head(x)`) is not stopped: a gate on every submodule would cost every forward.
 """
 
 from __future__ import annotations

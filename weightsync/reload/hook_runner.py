@@ -27,7 +27,7 @@ from weightsync.reload.observe import Index, TensorLog, assignments, index_of
 from weightsync.reload.partial import Partial, Unsent
 from weightsync.reload.post_load import Hook, HookGuards, activation_dtype, declares_direct
 from weightsync.reload.reconcile import keep_untouched, settle
-from weightsync.reload.records import equal_bytes
+from weightsync.reload.records import COPY_BYTES, equal_bytes
 from weightsync.reload.scopes import Scope, Swap
 from weightsync.reload.state import state_of
 
@@ -75,6 +75,7 @@ class HookRunner:
         self._guards = guards
         self._partial = partial
         self._finished: set[str] = set()
+        self._lost: set[str] = set()  # tensors whose start value was too large to keep
         self._inference = any(parameter.is_inference() for parameter in model.parameters())
 
     @property
@@ -333,10 +334,11 @@ class HookRunner:
     def _suspects(self, swaps: Sequence[Swap]) -> set[str]:
         """Paths of tensors that are not loaded nor as recorded, of which it is not known what hooks do to them."""
         state = state_of(self.model)
+        kept = {path: pair for swap in swaps for path, pair in swap.kept().items()}
+        self._lost.update(path for path, (recorded, _) in kept.items() if not recorded.keeps_start)
         return {
             path
-            for swap in swaps
-            for path, (recorded, live) in swap.kept().items()
+            for path, (recorded, live) in kept.items()
             if path not in self.loaded and path not in state.harmless and not recorded.holds_start(live)
         }
 
@@ -383,6 +385,13 @@ class HookRunner:
                 raise _Again(_Trial(set(), set()))
             return
         scalars = {path for path in read - found if self.live.by_path[path].alias.numel() == 1}
+        if lost := sorted(found & self._lost):
+            raise LayoutError(
+                f"{shown(lost)}: a post-load hook computes it from its own value, which would happen again in every "
+                f"reload, and its value before the first load was not kept, since it is larger than {COPY_BYTES} "
+                "bytes; keep the unprocessed value under another name",
+                names=lost,
+            )
         if found or scalars or trial.counters:
             state.compounding |= found | scalars
             state.latches |= trial.counters

@@ -105,7 +105,11 @@ class Intake:
             ReloadError: More would be held than is allowed, and the policy is to refuse.
         """
         if duplicated := [name for other in self.plans for name in bound.names_that_overlap(other)]:
-            raise CoverageError("other names wrote these bytes before; nothing was written", duplicated=duplicated)
+            raise CoverageError(
+                "these write bytes that names which came before wrote too (a tied tensor is sent under one of its "
+                f"names); they were not taken, but {len(self.received)} tensors of this session were",
+                duplicated=duplicated,
+            )
         self.entries = bound.entries if not self.plans else {**self.entries, **bound.entries}
         self.plans.append(bound)
         for number, staging in self.staged.items():  # opened when an earlier plan did not know these

@@ -85,10 +85,17 @@ class TensorLayout:
         return tensor
 
     def holds_start(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor has the recorded start value, or that is not known."""
-        if self.block.start is None and self.block.pattern is None:
+        """Whether a tensor is known to have the recorded start value."""
+        if not self.block.num_bytes:
             return True
+        if not self.keeps_start:
+            return False
         return equal_bytes(self.view(self.block.allocate(None)), tensor)
+
+    @property
+    def keeps_start(self) -> bool:
+        """Whether the start value was kept."""
+        return not self.block.num_bytes or self.block.start is not None or self.block.pattern is not None
 
     def fits(self, tensor: torch.Tensor) -> bool:
         """Whether a live tensor has this layout and its loaders' attributes."""

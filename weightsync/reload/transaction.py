@@ -9,7 +9,9 @@ Whatever can be refused is refused in `open`, which changes nothing if it raises
 
 from __future__ import annotations
 
+import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,7 +19,7 @@ from dataclasses import dataclass
 
 import torch
 
-from weightsync.errors import CoverageError, ReloadError, WeightSyncError
+from weightsync.errors import CoverageError, ReloadError, WeightSyncError, shown
 from weightsync.manifest import Manifest, ParamMeta
 from weightsync.plan.coverage import Scope as PlanScope
 from weightsync.plan.plan import ReloadPlan, plan_reload
@@ -45,6 +47,8 @@ from weightsync.reload.report import ReloadReport
 from weightsync.reload.state import Status, state_of, unwrapped
 from weightsync.transport.buckets import Bucket
 
+_claims: weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[ReloadSession]] = weakref.WeakKeyDictionary()
+_claims_lock = threading.Lock()
 Weights = Iterable[tuple[str, torch.Tensor]] | Mapping[str, torch.Tensor]
 MAX_HELD_BYTES = 256 * 2**20
 
@@ -78,6 +82,7 @@ class ReloadSession:
         version: Version announced at start, if any.
         plan: The plan. Without a manifest: the latest one made, None before the first `load_weights`.
         report: What was done, once finished; None before.
+        is_claiming: Whether no other session may take this model's modules.
     """
 
     def __init__(self, model: torch.nn.Module, options: SessionOptions) -> None:
@@ -95,6 +100,7 @@ class ReloadSession:
         self._prepared: ReloadReport | None = None
         self._python_state: PythonState | None = None
         self._is_open = False
+        self.is_claiming = False
 
     @property
     def is_open(self) -> bool:
@@ -222,6 +228,7 @@ class ReloadSession:
         with self._timed("plan"):
             with standing_still(self.model):
                 modules = modules_of(self.model)
+                self._claim(modules)
                 self._live = LiveTensors(self.model)
             refuse_unready(modules, (live.slot for live in self._live.by_path.values()))  # before any byte is read
             if options.manifest is not None:
@@ -239,6 +246,24 @@ class ReloadSession:
             if not was_gated:
                 open_gate(self.model)
             raise
+
+    def _claim(self, modules: Mapping[str, torch.nn.Module]) -> None:
+        """Takes the modules for this session; refuses those that an open session of another model has."""
+        with _claims_lock:
+            taken = [
+                path or type(module).__name__
+                for path, module in modules.items()
+                if (claim := _claims.get(module)) is not None
+                and (owner := claim()) not in (None, self)
+                and owner.is_claiming
+            ]
+            if taken:
+                raise ReloadError(
+                    f"{shown(taken)} belong to another model too, which has a reload session open; finish or abort "
+                    "that one first"
+                )
+            self.is_claiming = True
+            _claims.update(dict.fromkeys(modules.values(), weakref.ref(self)))
 
     def _prepare(self, modules: Mapping[str, torch.nn.Module]) -> None:
         """Makes what the session works with; looks at the model and changes nothing on it."""
@@ -423,6 +448,7 @@ class ReloadSession:
 
     def _close(self, status: Status) -> None:
         self._is_open = False
+        self.is_claiming = False
         self._intake.close()
         self._journal.close()
         self._python_state = None

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from toys import MODES, Layer, Net, cold, full, param, push, push_in_chunks, state_bytes, zeros
 
-from weightsync.errors import ReloadError
+from weightsync.errors import LayoutError, ReloadError
 
 A = {"a.w": full(2, 3), "b.w": full(3, 3)}
 B = {"a.w": full(5, 3), "b.w": full(7, 3)}
@@ -195,3 +195,13 @@ def test_a_setting_that_the_engine_changed_is_not_taken_for_a_latch(mode: str, k
     for weights, expected in ((B, 50), (A, 20)):
         push(model, weights, mode)
         assert torch.equal(layer.t, full(expected, 3))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_large_buffer_that_a_hook_scales_is_refused_as_its_start_was_not_kept(mode: str) -> None:
+    layer = Layer(hook=lambda layer: layer.rope.mul_(2), w=zeros(3))
+    layer.register_buffer("rope", torch.arange(20000.0) + 1)
+    model = Net(a=layer, b=Layer(w=zeros(3)))
+    cold(model, A)
+    with pytest.raises(LayoutError, match=r"a\.rope: a post-load hook computes it from its own value"):
+        push(model, B, mode)

@@ -114,3 +114,16 @@ def test_what_a_loader_computes_after_its_loop_is_complete(mode: str, chunk: int
     cold(model, A)
     push_in_chunks(model, B, mode, chunk)
     assert torch.equal(model.neg, full(2, 3))
+
+
+def test_models_that_share_a_module_are_reloaded_one_after_the_other() -> None:
+    shared = Layer(w=zeros(3))
+    first, second = (Net(a=shared, b=Layer(w=zeros(3))) for _ in range(2))
+    session = start_reload(first)
+    with pytest.raises(ReloadError, match="a belong to another model too"):
+        start_reload(second)
+    session.abort()
+    push(second, B, "direct")
+    assert torch.equal(shared.w, full(5, 3))
+    push(first, A, "direct")
+    assert torch.equal(shared.w, full(2, 3))
