@@ -35,6 +35,7 @@ PROTOCOL_VERSION = 1
 INIT, START, UPDATE = "init_weight_transfer_engine", "start_weight_update", "update_weights"
 FINISH, ABORT, SHUTDOWN = "finish_weight_update", "abort_weight_update", "shutdown_weight_transfer_engine"
 PUSH = "push_weights"  # start, one update and finish in one call, where nothing new has to be connected
+SENT = "sent"  # when a trainer on this host made an update, finish or push call: seconds of the monotonic clock
 INFO, CHECKER = "weight_info", "weight_checker"
 PAUSE, RESUME, IS_PAUSED, HEALTH = "pause", "resume", "is_paused", "health"
 ROUTES = (INIT, START, UPDATE, FINISH, PUSH, ABORT, SHUTDOWN, INFO, CHECKER, PAUSE, RESUME, IS_PAUSED, HEALTH)

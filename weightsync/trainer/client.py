@@ -38,6 +38,9 @@ from weightsync.worker.group import EndpointGroup, in_thread, result_within
 Source = WeightSource | nn.Module
 _EXPLAIN_SECONDS = 5.0  # how long a failed push waits for the engines' own words
 
+# How much longer than an engine the trainer waits: what an engine published in time is then known to both.
+_ANSWER_SECONDS = 0.25
+
 
 @dataclass(frozen=True)
 class PushReport:
@@ -288,10 +291,12 @@ class TrainerClient:
         def post(data: Json, per_rank: Mapping[int, Json], num_waits: int = 1) -> _Call:
             own = {agreement.accepts[index].key: part for index, part in per_rank.items()}
             update = Update(agreement.session_id, target, listed, data, own)
-            body = {"update_info": control.encode(update)} | push.around
-            seconds = self._deadline_seconds * num_waits
+            body = {"update_info": control.encode(update), control.SENT: time.monotonic()} | push.around
+            seconds = self._deadline_seconds * num_waits + _ANSWER_SECONDS
             route = control.PUSH if push.around else control.UPDATE
-            call = push.last = _Call(in_thread(self._group.call, route, body, seconds), self._deadline_seconds)
+            call = push.last = _Call(
+                in_thread(self._group.call, route, body, seconds), self._deadline_seconds + _ANSWER_SECONDS
+            )
             push.calls.append(call)
             return call
 
@@ -322,12 +327,16 @@ class TrainerClient:
         """
         push, agreement = self._open()
         begin = time.perf_counter()
-        body = {"session_id": agreement.session_id, "weight_version": push.version}
+        body = {
+            "session_id": agreement.session_id,
+            "weight_version": push.version,
+            control.SENT: time.monotonic(),
+        }
         try:
             if push.around and push.last is not None:
                 answer = push.last.answer()
             else:
-                answer = self._group.call(control.FINISH, body, self._deadline_seconds)
+                answer = self._group.call(control.FINISH, body, self._deadline_seconds + _ANSWER_SECONDS)
         except BaseException as error:
             raise self._failed(error) from error.__cause__
         push.seconds["finish"] = time.perf_counter() - begin

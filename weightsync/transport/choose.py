@@ -43,7 +43,9 @@ def _host() -> str:
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             boot = file.read().strip()
-        return f"{boot}/{os.readlink('/proc/self/ns/pid')}/uid {os.getuid()}"
+        time_namespace = "/proc/self/ns/time"  # of newer kernels; within one, monotonic clocks are equal
+        clock = os.readlink(time_namespace) if os.path.lexists(time_namespace) else ""
+        return f"{boot}/{os.readlink('/proc/self/ns/pid')}/{clock}/uid {os.getuid()}"
     except OSError:
         return f"{socket.gethostname()}/{_process()}"
 

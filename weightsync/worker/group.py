@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from weightsync.control import ABORT, FINISH, Abort, Endpoint, Finish, Json, decode, encode, primary_error
+from weightsync.control import ABORT, FINISH, SENT, Abort, Endpoint, Finish, Json, decode, encode, primary_error
 from weightsync.errors import ProtocolError, TransportTimeout
 
 ABORT_SECONDS = 2.0
@@ -77,13 +77,14 @@ class EndpointGroup:
         return self._fan_out(route, body, deadline_seconds)
 
     def _commit(self, body: Json, deadline_seconds: float) -> Json:
-        finish = decode(Finish, {key: value for key, value in body.items() if key != "weight_version"})
+        finish = decode(Finish, {key: value for key, value in body.items() if key not in ("weight_version", SENT)})
         try:
             self._fan_out(FINISH, {**body, "phase": "prepare"}, deadline_seconds)
         except BaseException as error:
             self.abort(Abort(finish.session_id, f"another rank could not finish: {error}"))
             raise
-        return self._fan_out(FINISH, {**body, "phase": "publish"}, deadline_seconds)
+        published = {key: value for key, value in body.items() if key != SENT}  # a call of its own, made now
+        return self._fan_out(FINISH, {**published, "phase": "publish"}, deadline_seconds)
 
     def abort(self, message: Abort, route: str = ABORT) -> None:
         """Aborts on every endpoint that answers within two seconds; one that does not is left to its own deadline.

@@ -94,6 +94,7 @@ class Push:
         version: What `publish` makes live.
         bytes_loaded: Bytes of chunks handed to the sessions so far.
         ended: Set when the push was published or aborted.
+        is_announced: Whether the engine was told of the version that is about to go live.
 
     Args:
         models: Target name -> model; those of `plans` are opened.
@@ -122,6 +123,7 @@ class Push:
         self.version = version
         self.bytes_loaded = 0
         self.ended = threading.Event()
+        self.is_announced = False
         self._sessions: dict[str, ReloadSession] = {}
         options: dict[str, Any] = {
             "mode": _checked("mode", mode),

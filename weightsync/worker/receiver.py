@@ -56,7 +56,9 @@ class Receiver:
         ignore: fnmatch patterns of wire names to ignore.
         formats: Scale and storage formats by name, compared with the trainer's.
         ready: Says why no update may start now (weights asleep, say), None if one may.
-        on_publish: Called with the version before it goes live: drop caches that were computed from old weights here.
+        on_publish: Called with the version before it goes live, as the last part of the prepare phase: drop caches that
+            were computed from old weights here. One that raises fails the push on every rank and engine. A push may
+            still be given up after the call, so the version named may never go live.
         gate_seconds: How long an update waits for running passes, and a pass for a running update.
     """
 
@@ -88,14 +90,15 @@ class Receiver:
         self._guard = threading.Lock()  # held for a moment to look at or set the fields below
         self._session: Session | None = None
         self._push: Push | None = None
-        self._cancelled: str | None = None
         self._busy = 0
+        self._timed_handlers: dict[str, Callable[[Json, float], Json]] = {
+            control.UPDATE: lambda body, since: self._update(control.decode(Update, body.get("update_info")), since),
+            control.FINISH: self._finish,
+            control.PUSH: self._whole_push,
+        }
         self._handlers: dict[str, Callable[[Json], Json]] = {
             control.INIT: lambda body: self._init(control.decode(Hello, body.get("init_info"))),
             control.START: lambda body: self._start(control.decode(Start, body.get("start_info"))),
-            control.UPDATE: lambda body: self._update(control.decode(Update, body.get("update_info"))),
-            control.FINISH: self._finish,
-            control.PUSH: self._whole_push,
             control.ABORT: lambda body: self._abort(control.decode(Abort, body)),
             control.SHUTDOWN: lambda body: self._shutdown(control.decode(Abort, body)),
             control.INFO: lambda body: self.info(),
@@ -148,7 +151,7 @@ class Receiver:
 
     def close(self) -> None:
         """Ends any session: a push under way is aborted, the connection closed."""
-        self._cancelled = "the receiver is closed"
+        self._cancel(self._session, "the receiver is closed")
         with self._take_turn(self._gate_seconds):
             self._drop("the receiver is closed")
 
@@ -156,11 +159,23 @@ class Receiver:
 
     def call(self, route: str, body: Json, deadline_seconds: float) -> Json:
         """See `control.Endpoint.call`."""
-        handler = self._handlers.get(route)
-        if handler is None:
-            raise ProtocolError(f"unknown route {route!r}; known: {', '.join(self._handlers)}")
+        received = time.monotonic()
         with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
-            return {"ranks": [handler(body)]}
+            if (timed := self._timed_handlers.get(route)) is not None:
+                rest = {key: value for key, value in body.items() if key != control.SENT}
+                return {"ranks": [timed(rest, self._since(body.get(control.SENT), received))]}
+            if (handler := self._handlers.get(route)) is not None:
+                return {"ranks": [handler(body)]}
+        raise ProtocolError(f"unknown route {route!r}; known: {', '.join(control.ROUTES)}")
+
+    def _since(self, sent: object, received: float) -> float:
+        """When a call began. A trainer on this host says so by the clock that both share: the call may have waited."""
+        session = self._session
+        if sent is None or session is None or session.hello.facts.get("host") != local_facts(self.device).host:
+            return received
+        if isinstance(sent, bool) or not isinstance(sent, float | int):
+            raise ProtocolError(f"{control.SENT} must be a number, got {sent!r:.80}")
+        return min(float(sent), received)
 
     @contextmanager
     def _take_turn(self, seconds: float) -> Iterator[None]:
@@ -185,7 +200,8 @@ class Receiver:
         try:
             with self._take_turn(session.hello.deadline_seconds):
                 if self._session is not session:
-                    raise ReloadError(f"session {session_id} has ended: {self._cancelled or 'it was given up'}")
+                    raise ReloadError(f"session {session_id} has ended: {session.cancelled or 'it was given up'}")
+                session.refuse_cancelled()
                 yield session
         finally:
             with self._guard:
@@ -244,7 +260,6 @@ class Receiver:
             self._check_plans(session, own)
             self._gate.close(UPDATING, min(self._gate_seconds, session.hello.deadline_seconds))
             hello = session.hello
-            self._cancelled = None
             self._push = Push(
                 self.targets, session.plans, hello.mode, hello.scope, self._rollback, self._ignore, start.version
             )
@@ -277,15 +292,15 @@ class Receiver:
         session.link.connect(start.offer, own_offer, mine, session.hello.deadline_seconds)
         session.generation = start.generation
 
-    def _whole_push(self, body: Json) -> Json:
+    def _whole_push(self, body: Json, since: float) -> Json:
         """Start, one update and finish: three calls in one, and Python runs while the GPU copies."""
         start, update = control.decode(Start, body.get("start_info")), control.decode(Update, body.get("update_info"))
         self._start(start)
-        loaded = self._update(update, wait=False)
+        loaded = self._update(update, since, wait=False)
         with self._owned(start.session_id) as session, self._failing(session):
-            self._current(session).prepare()
+            self._prepare(self._current(session))
             self._wait_for_device()
-        finished = self._finish({"session_id": start.session_id, "weight_version": body.get("weight_version")})
+        finished = self._finish({"session_id": start.session_id, "weight_version": body.get("weight_version")}, since)
         return finished | loaded
 
     def _wait_for_device(self) -> None:
@@ -293,7 +308,7 @@ class Receiver:
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
 
-    def _update(self, update: Update, wait: bool = True) -> Json:
+    def _update(self, update: Update, since: float, wait: bool = True) -> Json:
         with self._owned(update.session_id) as session, self._failing(session):
             push = self._current(session)
             if error := missing_targets([update.target], list(session.plans)):
@@ -307,15 +322,16 @@ class Receiver:
                 push.load(update.target, list(received))
             else:
                 for bucket, buffer in received:
-                    if self._cancelled is not None:
-                        raise ReloadError(f"the update was aborted: {self._cancelled}")
+                    session.refuse_cancelled()
                     # gloo receives in host memory; one bucket at a time goes over to the GPU
                     push.load(update.target, [(bucket, buffer.to(self.device))])
             if wait:
                 self._wait_for_device()
+            if session.link.keeps_buffers:
+                session.refuse_late(since)  # read in place: after the deadline the trainer may have written there
             return {"bytes": push.bytes_loaded - before}
 
-    def _finish(self, body: Json) -> Json:
+    def _finish(self, body: Json, since: float) -> Json:
         finish = control.decode(Finish, {key: value for key, value in body.items() if key != "weight_version"})
         with self._owned(finish.session_id) as session, self._failing(session):
             push = self._current(session)
@@ -325,23 +341,38 @@ class Receiver:
             if finish.phase not in ("commit", "prepare", "publish"):
                 raise ProtocolError(f"unknown phase {finish.phase!r}; known: commit, prepare, publish")
             if finish.phase != "publish":
-                push.prepare()
+                self._prepare(push)
             if finish.phase == "prepare":
+                session.refuse_late(since)
                 return {"engine": self.engine, "rank": self.rank, "prepared": True}
-            for callback in self._on_publish:
-                callback(push.version)
-            reports = push.publish()
-            self._push = None
+            with self._guard:  # a cancel mark is set under it too: before this, or after the version is live
+                session.refuse_late(since)
+                reports = push.publish()
+                self._push = None
             self._gate.open(TORN)
             self._gate.open(UPDATING)
         return {"engine": self.engine, "rank": self.rank, "version": push.version, "targets": reports}
+
+    def _prepare(self, push: Push) -> None:
+        """Hooks, audit and `on_publish`: all that can fail, so that publishing cannot. Does its work once per push."""
+        push.prepare()
+        if not push.is_announced:
+            for callback in self._on_publish:
+                callback(push.version)
+            push.is_announced = True
+
+    def _cancel(self, session: Session | None, reason: str) -> None:
+        """Marks a session so that nothing of it is published any more; waits for no call under way."""
+        with self._guard:
+            if session is not None and session.cancelled is None:
+                session.cancelled = reason
 
     def _abort(self, abort: Abort) -> Json:
         if not abort.force:
             self._refuse_stranger(abort.session_id or "")
         session = self._session
         if session is not None:
-            self._cancelled = abort.reason
+            self._cancel(session, abort.reason)
             with self._take_turn(session.hello.deadline_seconds):
                 if self._session is session:
                     self._drop(abort.reason)
@@ -418,8 +449,8 @@ class Receiver:
                 if self._turn.acquire(timeout=deadline):
                     try:
                         if self._push is push and not self._busy and session.silence() >= deadline:
-                            self._cancelled = f"the trainer was silent for {deadline:g} s"
-                            self._drop(self._cancelled)
+                            self._cancel(session, f"the trainer was silent for {deadline:g} s")
+                            self._drop(session.cancelled or "")
                     finally:
                         self._turn.release()
                 continue

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from weightsync import control
 from weightsync.control import Facts, Hello, TargetAccept
-from weightsync.errors import ManifestError, ProtocolError
+from weightsync.errors import ManifestError, ProtocolError, ReloadError, TransportTimeout
 from weightsync.transport.base import Link, missing_targets
 from weightsync.transport.buckets import ALIGNMENT
 from weightsync.worker.push import TargetPlan
@@ -32,6 +32,7 @@ class Session:
         heard: When the trainer's last call ended, by the monotonic clock.
         link: The transport's half here, once an offer was connected.
         generation: Names the offer that is connected.
+        cancelled: Why nothing of this session may be published any more; None while it may.
     """
 
     hello: Hello
@@ -39,10 +40,34 @@ class Session:
     heard: float = field(default_factory=time.monotonic)
     link: Link | None = None
     generation: str = ""
+    cancelled: str | None = None
 
     def silence(self) -> float:
         """Seconds since the trainer was last heard of."""
         return time.monotonic() - self.heard
+
+    def refuse_cancelled(self) -> None:
+        """Raises ReloadError once the session is cancelled."""
+        if self.cancelled is not None:
+            raise ReloadError(f"the update was aborted: {self.cancelled}")
+
+    def refuse_late(self, since: float) -> None:
+        """Refuses what the trainer has given up.
+
+        Args:
+            since: When the call began, by the monotonic clock.
+
+        Raises:
+            ReloadError: The session is cancelled.
+            TransportTimeout: The trainer's deadline for the call has passed.
+        """
+        self.refuse_cancelled()
+        seconds = time.monotonic() - since
+        if seconds >= self.hello.deadline_seconds:
+            raise TransportTimeout(
+                f"the call took {seconds:.3g} s, the trainer waits for {self.hello.deadline_seconds:g} s: it has given "
+                "the push up and may have written over what was read; nothing is published"
+            )
 
 
 def check_hello(hello: Hello, targets: Sequence[str], formats: Mapping[str, str]) -> None:

@@ -1,10 +1,12 @@
 """Where nothing new has to be connected, one control call does a whole push; else start, update and finish do."""
 
+import dataclasses
+
 import pytest
 from push_toys import Toy, addresses, refill, state_bytes
 
 from weightsync import control
-from weightsync.errors import ReloadError
+from weightsync.errors import ReloadError, TransportTimeout
 from weightsync.trainer.client import TrainerClient
 from weightsync.worker.receiver import Receiver
 
@@ -90,3 +92,51 @@ def test_an_old_version_is_refused_before_a_byte_moves():
         client.push(1)
     assert state_bytes(engine) == before
     assert (receiver.state, receiver.version) == ("live", 1)
+
+
+@pytest.mark.parametrize("cause", ["deadline", "abort"])
+def test_a_push_that_the_trainer_gave_up_is_never_published(cause, monkeypatch):
+    trainer, _engine, receiver, client = connected()
+    from weightsync.worker import push
+
+    real = push.Push.prepare
+    session = receiver._session
+
+    def slow(self):
+        real(self)
+        if cause == "deadline":
+            monkeypatch.setattr(session, "hello", dataclasses.replace(session.hello, deadline_seconds=1e-9))
+        else:
+            receiver._cancel(session, "the trainer gave up")  # what an abort does before it waits for its turn
+
+    refill(trainer, 3)
+    monkeypatch.setattr(push.Push, "prepare", slow)
+    with pytest.raises(TransportTimeout if cause == "deadline" else ReloadError, match="given|gave"):
+        client.push(2)
+    assert (receiver.state, receiver.version) == ("torn", None)
+
+
+def test_a_call_that_waited_past_its_deadline_before_it_was_read_is_refused(monkeypatch):
+    _trainer, _engine, receiver, client = connected()
+    real = receiver.call
+
+    def stopped(route, body, deadline_seconds):
+        if control.SENT in body:
+            body = {**body, control.SENT: body[control.SENT] - 6}
+        return real(route, body, deadline_seconds)
+
+    monkeypatch.setattr(receiver, "call", stopped)
+    with pytest.raises(TransportTimeout, match="given the push up"):
+        client.push(2)
+    assert receiver.version is None
+
+
+def test_a_callback_that_fails_on_one_engine_keeps_the_other_from_publishing():
+    def fail(version):
+        raise RuntimeError("a cache could not be dropped")
+
+    receivers = [Receiver(Toy(2)), Receiver(Toy(3), on_publish=[fail])]
+    client = TrainerClient(Toy(1), receivers, transport="memory", deadline_seconds=5.0)
+    with pytest.raises(RuntimeError, match="cache"):
+        client.push(1)
+    assert [receiver.version for receiver in receivers] == [None, None]
