@@ -60,17 +60,15 @@ class TensorSource(WeightSource):
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self._tensors = tensors
         self._metadata: list[ParamMeta] = []
-        self._seen: list[tuple[str, torch.Tensor]] = []
+        self._seen: list[tuple[str, torch.dtype, torch.Size]] = []
 
     @property
     def metadata(self) -> list[ParamMeta]:
         """See `WeightSource.metadata`."""
-        if len(self._seen) != len(self._tensors) or any(
-            name != seen or tensor is not kept
-            for (name, tensor), (seen, kept) in zip(self._tensors.items(), self._seen, strict=True)
-        ):
-            metadata = [ParamMeta(name, t.dtype, tuple(t.shape)) for name, t in self._tensors.items()]
-            self._seen = list(self._tensors.items())
+        kinds = [(name, t.dtype, t.shape) for name, t in self._tensors.items()]  # `t.data = ...` changes them in place
+        if kinds != self._seen:
+            metadata = [ParamMeta(name, dtype, tuple(shape)) for name, dtype, shape in kinds]
+            self._seen = kinds
             if metadata != self._metadata:
                 self._metadata = metadata
         return self._metadata
@@ -103,7 +101,7 @@ class ModuleSource(WeightSource):
         self._module = module
         self._rename = rename
         self._slots: dict[str, tuple[dict[str, Any], str]] = {}
-        self._kept: dict[str, torch.Tensor] = {}
+        self._kept: tuple[list[str], list[torch.Size], list[torch.dtype]] = ([], [], [])
         self._metadata: list[ParamMeta] = []
         self._sizes: list[tuple[dict[str, Any], int]] = []
 
@@ -141,9 +139,10 @@ class ModuleSource(WeightSource):
     def metadata(self) -> list[ParamMeta]:
         """See `WeightSource.metadata`."""
         tensors = self._tensors()
-        same = len(tensors) == len(self._kept) and all(map(_is, tensors.values(), self._kept.values()))
-        if not same:
-            self._kept = tensors
+        # Not by identity: `param.data = other` keeps the object and may change both.
+        kinds = (list(tensors), [t.shape for t in tensors.values()], [t.dtype for t in tensors.values()])
+        if kinds != self._kept:
+            self._kept = kinds
             metadata = [ParamMeta(name, t.dtype, tuple(t.shape)) for name, t in tensors.items()]
             if metadata != self._metadata:
                 self._metadata = metadata
@@ -192,10 +191,6 @@ def sources_by_target(source: object, target: str) -> dict[str, WeightSource]:
                 "weightsync.WeightSource: TensorSource for tensors by name, CheckpointSource for a path"
             )
     return sources
-
-
-def _is(a: object, b: object) -> bool:
-    return a is b
 
 
 class CheckpointSource(WeightSource):

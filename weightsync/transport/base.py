@@ -280,6 +280,8 @@ def take(value: Mapping[str, object], name: str, kind: type, what: str) -> objec
     Raises:
         ProtocolError: It is missing or of another type.
     """
+    if not isinstance(value, Mapping):
+        raise ProtocolError(f"{what} must be an object, got {value!r:.80}")
     item = value.get(name)
     if not isinstance(item, kind) or (isinstance(item, bool) and kind is not bool):
         raise ProtocolError(f"{what} needs {name!r} as {kind.__name__}, got {item!r:.80}")

@@ -133,7 +133,7 @@ class MappedSender(Sender):
         self._exporter = exporter
         self._feeds = dict(feeds)
         self._bucket_bytes = bucket_bytes
-        self._addresses: list[int] = []
+        self._layout: tuple[list[int], list[bool]] = ([], [])
         self._allocations: dict[Hashable, int] = {}
         self._placed: dict[str, frozenset[int]] = {}
         self._slots: list[torch.Tensor] = []
@@ -143,14 +143,19 @@ class MappedSender(Sender):
         self._offer: Json | None = None
 
     def refresh(self) -> tuple[str, Json, dict[int, Json]]:
-        """See `Sender.refresh`. Costs one address comparison per tensor while nothing changed."""
+        """See `Sender.refresh`. Costs two comparisons per tensor while nothing changed.
+
+        Shapes and dtypes are the source's `metadata`; strides matter only as far as they are contiguous or not, for
+        other tensors are staged.
+        """
         residents = {target: feed.resident() for target, feed in self._feeds.items()}
-        addresses = [t.data_ptr() for tensors in residents.values() if tensors for t in tensors.values()]
-        unchanged = addresses == self._addresses and all(map(self._exporter.is_current, self._allocations))
+        tensors = [t for by_name in residents.values() if by_name for t in by_name.values()]
+        layout = ([t.data_ptr() for t in tensors], [t.is_contiguous() for t in tensors])
+        unchanged = layout == self._layout and all(map(self._exporter.is_current, self._allocations))
         if self._offer is None or not unchanged:
             self._exporter.forget()
             self._selections.clear()
-            self._addresses, self._allocations = addresses, {}
+            self._layout, self._allocations = layout, {}
             targets = {target: self._place(target, residents[target]) for target in self._feeds}
             if any(table["staged"] for table in targets.values()) and not self._slots:
                 self._slots = [self._exporter.stage(self._bucket_bytes) for _ in range(NUM_SLOTS)]
@@ -273,7 +278,7 @@ class MappedSender(Sender):
     def close(self) -> None:
         """See `Sender.close`."""
         self._offer = None
-        self._addresses, self._allocations, self._placed, self._slots = [], {}, {}, []
+        self._layout, self._allocations, self._placed, self._slots = ([], []), {}, {}, []
         self._selections.clear()
         self._exporter.close()
 

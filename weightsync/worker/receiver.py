@@ -32,12 +32,11 @@ from torch import nn
 from weightsync import control
 from weightsync.control import Abort, Accept, Check, Finish, Hello, Json, Start, Update
 from weightsync.errors import ProtocolError, ReloadError, TransportError, TransportTimeout
-from weightsync.manifest import Manifest
 from weightsync.transport.base import Mine, missing_targets
 from weightsync.transport.choose import local_facts, make_link
 from weightsync.worker.gate import TORN, Gate
 from weightsync.worker.push import Push, live_version, newest_version, plan_target, reload_state
-from weightsync.worker.session import Session, check_hello, target_accept
+from weightsync.worker.session import Session, check_hello, read_manifests, target_accept
 
 UPDATING, PAUSED = "updating", "paused"
 _log = logging.getLogger(__name__)
@@ -228,7 +227,7 @@ class Receiver:
             if self._session is not session:
                 self._refuse_stranger(hello.session_id)
             self._drop(f"trainer {hello.trainer} joins")
-            manifests = {target: Manifest.from_rows(rows) for target, rows in hello.targets.items()}
+            manifests = read_manifests(hello)
             plans = {
                 target: plan_target(self.targets[target], manifest, hello.mode, hello.scope, self._ignore)
                 for target, manifest in manifests.items()

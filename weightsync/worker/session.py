@@ -7,6 +7,7 @@ session.silence()                                        # seconds since the tra
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,12 +15,14 @@ from dataclasses import dataclass, field
 from weightsync import control
 from weightsync.control import Facts, Hello, TargetAccept
 from weightsync.errors import ManifestError, ProtocolError, ReloadError, TransportTimeout
+from weightsync.manifest import Manifest
 from weightsync.transport.base import Link, missing_targets
 from weightsync.transport.buckets import ALIGNMENT
 from weightsync.worker.push import TargetPlan
 
 MAX_DEADLINE_SECONDS = 3600.0
 MAX_BUCKET_BYTES = 4 << 30
+MAX_TENSOR_BYTES = 1 << 50
 
 
 @dataclass
@@ -97,6 +100,24 @@ def check_hello(hello: Hello, targets: Sequence[str], formats: Mapping[str, str]
         if said != taken:
             raise ManifestError(f"format {name!r}: the trainer sends {said!r}, this engine takes {taken!r}")
     control.decode(Facts, hello.facts)
+
+
+def read_manifests(hello: Hello) -> dict[str, Manifest]:
+    """The manifest of each target that a trainer names.
+
+    Raises:
+        ManifestError: A row is malformed, or a tensor is larger than any memory (even if another size is 0).
+    """
+    manifests = {target: Manifest.from_rows(rows) for target, rows in hello.targets.items()}
+    for manifest in manifests.values():
+        for entry in manifest:
+            if math.prod(max(size, 1) for size in entry.shape) * entry.dtype.itemsize > MAX_TENSOR_BYTES:
+                raise ManifestError(
+                    f"{entry.name}: shape {list(entry.shape)!r:.80} of {entry.dtype} has more than {MAX_TENSOR_BYTES} "
+                    "bytes",
+                    names=[entry.name],
+                )
+    return manifests
 
 
 def target_accept(plan: TargetPlan) -> TargetAccept:

@@ -3,11 +3,13 @@
 import dataclasses
 
 import pytest
+import torch
 from push_toys import Toy, addresses, refill, state_bytes
 
 from weightsync import control
-from weightsync.errors import ReloadError, TransportTimeout
+from weightsync.errors import LayoutError, ReloadError, TransportTimeout
 from weightsync.trainer.client import TrainerClient
+from weightsync.transport.shared_memory import share_parameters
 from weightsync.worker.receiver import Receiver
 
 
@@ -140,3 +142,40 @@ def test_a_callback_that_fails_on_one_engine_keeps_the_other_from_publishing():
     with pytest.raises(RuntimeError, match="cache"):
         client.push(1)
     assert [receiver.version for receiver in receivers] == [None, None]
+
+
+@pytest.mark.parametrize("transport", ["memory", "shared_memory", "gloo"])
+def test_the_same_memory_in_another_order_arrives_in_its_own_order(transport):
+    class Square(torch.nn.Module):
+        supports_direct_reload = True
+
+        def __init__(self, value):
+            super().__init__()
+            self.w = torch.nn.Parameter(torch.arange(9.0).reshape(3, 3) + value, requires_grad=False)
+
+        def load_weights(self, weights):
+            for _, tensor in weights:
+                self.w.data.copy_(tensor)
+
+    trainer, engine = Square(1), Square(50)
+    if transport == "shared_memory":
+        share_parameters(trainer)
+    client = TrainerClient(trainer, Receiver(engine), transport=transport, deadline_seconds=5.0)
+    client.push(1)
+    trainer.w.data = trainer.w.data.t()
+    client.push(2)
+    assert engine.w.tolist() == [[1, 4, 7], [2, 5, 8], [3, 6, 9]]
+    client.close()
+
+
+@pytest.mark.parametrize("transport", ["memory", "shared_memory", "gloo"])
+@pytest.mark.parametrize("change", [lambda t: t.reshape(33, 40), lambda t: t.view(torch.int32)], ids=["shape", "dtype"])
+def test_another_shape_or_dtype_in_the_same_parameter_is_refused_before_a_byte_moves(transport, change):
+    trainer, engine, receiver, client = connected(transport)
+    before = state_bytes(engine)
+    trainer.big.data = change(trainer.big.data)
+    with pytest.raises(LayoutError, match="big"):
+        client.push(2)
+    assert state_bytes(engine) == before
+    assert (receiver.state, receiver.version) == ("live", 1)
+    client.close()

@@ -11,12 +11,14 @@ import torch
 from torch import nn
 
 from weightsync import control
-from weightsync.errors import CoverageError, PeerFailed, ProtocolError, ReloadError, TransportTimeout
+from weightsync.errors import CoverageError, ManifestError, PeerFailed, ProtocolError, ReloadError, TransportTimeout
 from weightsync.trainer.client import TrainerClient
 from weightsync.trainer.http import HttpEndpoint
+from weightsync.transport.memory import memory_link
 from weightsync.worker.group import EndpointGroup
 from weightsync.worker.receiver import Receiver
 from weightsync.worker.server import BackgroundServer, status_of
+from weightsync.worker.session import read_manifests
 
 
 class Small(nn.Module):
@@ -278,3 +280,20 @@ def test_one_server_can_front_several_ranks():
         info = httpx.get(f"{server.url}/weight_info").json()
     assert info["weight_version"] == 5
     assert [float(m.w[0, 0]) for m in models] == [3.0, 3.0]
+
+
+@pytest.mark.parametrize("shape", [[2**62, 8], [0, 2**70], [2**40, 2**40]])
+def test_a_tensor_larger_than_any_memory_is_a_manifest_error(shape):
+    with pytest.raises(ManifestError, match="w: shape"):
+        read_manifests(hello_with(shape))
+
+
+def hello_with(shape):
+    rows = {"model": [["w", "float32", shape]]}
+    return control.Hello(control.PROTOCOL_VERSION, "s", "t", rows, "direct", "full", 1 << 20, 5.0, {}, {})
+
+
+def test_an_allocation_that_is_no_object_is_a_protocol_error():
+    offer = {"allocations": [5], "targets": {}, "bucket_bytes": 1, "slots": []}
+    with pytest.raises(ProtocolError, match="an allocation must be an object"):
+        memory_link().connect(offer, {}, {}, 1.0)
