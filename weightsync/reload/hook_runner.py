@@ -75,6 +75,7 @@ class HookRunner:
         self._guards = guards
         self._partial = partial
         self._finished: set[str] = set()
+        self._are_cells_reset = False
         self._lost: set[str] = set()  # tensors whose start value was too large to keep
         self._inference = any(parameter.is_inference() for parameter in model.parameters())
 
@@ -218,6 +219,10 @@ class HookRunner:
         one that the engine set as it is. Which it is shows when they run, and is remembered.
         """
         state = state_of(self.model)
+        if hooks and not self._are_cells_reset:  # once: hooks of several modules may share one
+            self._are_cells_reset = True
+            for cell, recorded in state.cells:
+                cell.cell_contents = recorded
         swaps = self._swaps(scopes)
         all_swaps = [*(staging.swap for staging in stagings), *swaps]
         suspects = self._suspects(all_swaps) if hooks else set()

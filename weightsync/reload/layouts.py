@@ -20,6 +20,7 @@ repack, free. So a module is loaded in one of two ways:
 
 from __future__ import annotations
 
+import types
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ import torch
 
 from weightsync import reachable
 from weightsync.errors import LayoutError, shown
-from weightsync.reload.post_load import declares_direct, hooks_in_order, recorded_hooks, set_latches
+from weightsync.reload.post_load import declares_direct, hooks_in_order, own_cells, recorded_hooks, set_latches
 from weightsync.reload.records import TensorLayout, layouts_of
 from weightsync.reload.scopes import Registry, Scope, Swap, is_helper, scope_of
 from weightsync.reload.state import state_of, unwrapped
@@ -111,6 +112,9 @@ def record_layouts(model: torch.nn.Module) -> None:
                 records[owner].append(scope_of(found.value, "attributes", found.path, layouts))
         state.records = {module: ModuleRecord(tuple(scopes)) for module, scopes in records.items()}
         state.hooks = recorded_hooks(modules.items())
+        functions = [found.value for found in reachable._visit(model) if isinstance(found.value, types.FunctionType)]
+        functions += [m for hooks in state.hooks.values() for _, m in hooks if isinstance(m, types.FunctionType)]
+        state.cells = [pair for function in functions for pair in own_cells(function)]
         state.compounding.clear()
         state.reach.clear()
         state.harmless.clear()

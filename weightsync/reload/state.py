@@ -11,6 +11,7 @@ model starts without one.
 from __future__ import annotations
 
 import threading
+import types
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -39,6 +40,7 @@ class ModelState:
         newest_version: Newest version ever published; the next one must be greater.
         records: Layout of each module before its first post-load hook, from `record_layouts`.
         hooks: Post-load hooks as recorded: owner and method of each, by module.
+        cells: Closure cells that functions of the model set themselves, with their recorded values.
         last_manifest: Manifest of the last finished session, so that the next one need not be told.
         bound: The last plan bound to live tensors, reused while plan and addresses stay the same.
         compounding: Paths of tensors that are not loaded and that hooks were seen to process in place; hooks find their
@@ -58,6 +60,7 @@ class ModelState:
     newest_version: int | None = None
     records: dict[torch.nn.Module, ModuleRecord] = field(default_factory=dict)
     hooks: Recorded = field(default_factory=dict)
+    cells: list[tuple[types.CellType, Any]] = field(default_factory=list)
     last_manifest: Manifest | None = None
     bound: BoundPlan | None = None
     compounding: set[str] = field(default_factory=set)

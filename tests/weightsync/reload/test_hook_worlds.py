@@ -205,3 +205,19 @@ def test_a_large_buffer_that_a_hook_scales_is_refused_as_its_start_was_not_kept(
     cold(model, A)
     with pytest.raises(LayoutError, match=r"a\.rope: a post-load hook computes it from its own value"):
         push(model, B, mode)
+
+
+@each_way
+def test_a_latch_in_a_closure_is_open_for_every_reload(mode: str, size: int) -> None:
+    def make() -> Net:
+        done = False
+
+        def hook(layer: Layer) -> None:
+            nonlocal done
+            if not done:
+                layer.w.data.mul_(2)
+                done = True
+
+        return Net(a=Layer(hook=hook, w=zeros(3)), b=Layer(w=zeros(3)))
+
+    pushes_like_a_first_load(make, mode, size)
