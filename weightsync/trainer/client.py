@@ -32,7 +32,7 @@ from weightsync.control import Abort, Accept, Endpoint, Json, Start, Update
 from weightsync.errors import ProtocolError, ReloadError, TransportError
 from weightsync.trainer.handshake import Agreement, HandshakeOptions, shake_hands
 from weightsync.trainer.http import HttpEndpoint
-from weightsync.trainer.sources import WeightSource, sources_by_target
+from weightsync.trainer.sources import NamedSource, WeightSource, sources_by_target
 from weightsync.worker.group import EndpointGroup, in_thread, result_within
 
 Source = WeightSource | nn.Module
@@ -191,6 +191,7 @@ class TrainerClient:
         self._owned = [HttpEndpoint(u) if isinstance(u, str) else u for u in urls]
         self._group = EndpointGroup(self._owned)
         self._agreement: Agreement | None = None
+        self._told: tuple[str, ...] | None = None  # names of a partial push, None for all
         self._push: _Push | None = None
 
     # ---- the push ------------------------------------------------------------------------------------------------
@@ -200,15 +201,24 @@ class TrainerClient:
 
         Args:
             version: Must be greater than the live one; default: the next.
-            names: Names of the single target's source; None for all.
+            names: Names of the single target's source; None for all. With `scope="partial"` the engine is told of these
+                alone, so the source may hold others; another set of names is another handshake.
 
         Raises:
             WeightSyncError: The engine's own refusal, or the transport's failure. Nothing was published.
         """
-        self._begin(version, is_whole=names is None and len(self._sources) == 1)
-        for target in self._sources:
-            self.update(names, target=target)
-        return self.finish()
+        self._told = None
+        if names is not None and self._options.scope == "partial":
+            if len(self._sources) > 1:
+                raise ProtocolError(f"names need a single target; this client feeds {', '.join(self._sources)}")
+            self._told, names = tuple(names), None
+        try:
+            self._begin(version, is_whole=names is None and len(self._sources) == 1)
+            for target in self._sources:
+                self.update(names, target=target)
+            return self.finish()
+        finally:
+            self._told = None
 
     def start(self, version: int | None = None) -> None:
         """Opens a push on every rank; makes the handshake if there is none, or if the source's tensors changed.
@@ -418,7 +428,10 @@ class TrainerClient:
     # ---- the handshake -------------------------------------------------------------------------------------------
 
     def _agreed(self) -> Agreement:
-        metadata = {target: source.metadata for target, source in self._sources.items()}
+        sources = self._sources
+        if self._told is not None:
+            sources = {target: NamedSource(source, self._told) for target, source in sources.items()}
+        metadata = {target: source.metadata for target, source in sources.items()}
         agreement = self._agreement
         if agreement is not None:
             kept = agreement.metadata
@@ -427,7 +440,7 @@ class TrainerClient:
             self._tear_down("the trainer's tensors changed")
         session_id = secrets.token_hex(8)
         try:
-            self._agreement = shake_hands(self._group, self._sources, self._options, session_id)
+            self._agreement = shake_hands(self._group, sources, self._options, session_id)
         except BaseException as error:
             self._group.abort(Abort(session_id, f"the handshake failed: {error}"))
             raise

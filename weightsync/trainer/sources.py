@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch import nn
 
 from weightsync.errors import ManifestError
 from weightsync.manifest import Manifest, ParamMeta
+from weightsync.transport.base import select
 
 
 class WeightSource(ABC):
@@ -80,6 +81,37 @@ class TensorSource(WeightSource):
     def resident(self) -> Mapping[str, torch.Tensor]:
         """See `WeightSource.resident`."""
         return self._tensors
+
+
+class NamedSource(WeightSource):
+    """Some tensors of another source, in its order.
+
+    Args:
+        source: The other source.
+        names: Which.
+
+    Raises:
+        CoverageError: `metadata` raises it for a name that the source lacks, or that stands twice.
+    """
+
+    def __init__(self, source: WeightSource, names: Sequence[str]) -> None:
+        self._source, self._names = source, tuple(names)
+
+    @property
+    def metadata(self) -> list[ParamMeta]:
+        """See `WeightSource.metadata`; a new list each time."""
+        manifest = self._source.manifest
+        return [manifest.entries[i] for i in select(manifest, range(len(manifest)), self._names)]
+
+    def iter_full(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """See `WeightSource.iter_full`; runs through the whole source, whose gathers have to stay in step."""
+        chosen = set(self._names)
+        yield from (pair for pair in self._source.iter_full() if pair[0] in chosen)
+
+    def resident(self) -> Mapping[str, torch.Tensor] | None:
+        """See `WeightSource.resident`."""
+        tensors = self._source.resident()
+        return None if tensors is None else {name: tensors[name] for name in self._names}
 
 
 def _is_sharded(tensor: torch.Tensor) -> bool:

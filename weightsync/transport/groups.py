@@ -26,6 +26,7 @@ import torch.distributed
 from weightsync.errors import PeerFailed, TransportError, TransportTimeout
 
 TRAINER_RANK = 0
+_RETRY_SECONDS = 0.05
 Work = Any
 Store = Any
 dist: Any = torch.distributed  # what it has depends on how torch was built, and its stubs lack some of it
@@ -42,8 +43,21 @@ def join_store(host: str, port: int, deadline_seconds: float) -> Store:
     Raises:
         TransportTimeout: It did not answer.
     """
+    # A store's own retries go on past its timeout, so a port where nobody listens is found out here.
+    end = time.monotonic() + deadline_seconds
+    while True:
+        left = max(end - time.monotonic(), 0.001)
+        try:
+            socket.create_connection((host, port), timeout=left).close()
+            break
+        except OSError as error:
+            if time.monotonic() + _RETRY_SECONDS >= end:
+                raise TransportTimeout(
+                    f"the trainer's store at {host}:{port} did not answer in {deadline_seconds:g} s: {error}"
+                ) from error
+        time.sleep(_RETRY_SECONDS)
     try:
-        return dist.TCPStore(host, port, None, False, timedelta(seconds=deadline_seconds), False)
+        return dist.TCPStore(host, port, None, False, timedelta(seconds=max(end - time.monotonic(), 0.001)), False)
     except RuntimeError as error:
         raise TransportTimeout(f"the trainer's store at {host}:{port} did not answer: {error}") from error
 

@@ -511,3 +511,17 @@ def test_an_option_that_does_not_exist_is_refused_before_anybody_is_asked(option
 def test_what_is_no_source_is_refused_with_what_to_pass_instead(source, error, words):
     with pytest.raises(error, match=words):
         TrainerClient(source, "http://127.0.0.1:9")
+
+
+def test_a_partial_push_of_some_names_tells_the_engine_of_these_alone():
+    trainer, engine = Toy(2), Toy(1)
+    before = state_bytes(engine)
+    client = TrainerClient(trainer, Receiver(engine), scope="partial")
+    named = ["layer1.weight", "scalar"]
+    assert client.push(names=named).tensors == 2
+    after, sent = state_bytes(engine), state_bytes(trainer)
+    assert after == {name: (sent if name in named else before)[name] for name in before}
+    client.push(names=["big"])
+    assert state_bytes(engine) == after | {"big": sent["big"]}
+    with pytest.raises(CoverageError, match="nothing_like_it"):
+        client.push(names=["nothing_like_it"])

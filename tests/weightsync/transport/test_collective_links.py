@@ -1,5 +1,6 @@
 """Collectives over real gloo groups: exact bytes, who gets what, and peers that send garbage, leave, or never come."""
 
+import socket
 import threading
 import time
 
@@ -9,6 +10,7 @@ import torch
 from weightsync.control import to_ranges
 from weightsync.errors import PeerFailed, ProtocolError, TransportError, TransportTimeout
 from weightsync.manifest import Manifest
+from weightsync.transport import groups
 from weightsync.transport.base import Feed, Mine, byte_view
 from weightsync.transport.buckets import Bucket
 from weightsync.transport.collective import CollectiveLink, CollectiveSender, check_seal, seal
@@ -305,3 +307,15 @@ def test_the_default_process_group_is_never_touched():
 
 def test_the_address_towards_this_host_is_this_hosts():
     assert local_address("127.0.0.1") == "127.0.0.1"
+
+
+def test_a_port_where_nobody_listens_is_found_out_without_the_stores_own_retries(monkeypatch):
+    class Retrying:
+        def __init__(self, *arguments):
+            raise AssertionError("its retries go on past the deadline")
+
+    monkeypatch.setattr(groups.dist, "TCPStore", Retrying)
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        with pytest.raises(TransportTimeout, match="did not answer in"):
+            groups.join_store("127.0.0.1", unused.getsockname()[1], 0.1)
