@@ -5,7 +5,7 @@
 Prints:
     without record_layouts: LayoutError
     the kernel's tensors moved: 0, the layer computes with the new weights: True
-    the hook ran once per load: 2
+    the hook ran once per load: 1
 """
 
 from __future__ import annotations
