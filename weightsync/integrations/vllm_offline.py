@@ -16,6 +16,7 @@ from typing import Any
 from weightsync import control
 from weightsync.control import Abort, Json, error_from_json
 from weightsync.errors import ReloadError, WeightSyncError
+from weightsync.integrations.calls import finish_calls, push_calls
 from weightsync.integrations.vllm import WORKER_METHOD
 
 
@@ -35,17 +36,24 @@ class LlmEndpoint:
         Raises:
             WeightSyncError: A rank's own error; every rank has given that trainer's push up then.
         """
+        if route == control.PUSH:
+            start, update, finish = push_calls(body)
+            self.call(control.START, start, deadline_seconds)
+            moved = self.call(control.UPDATE, update, deadline_seconds)["ranks"]
+            finished = self.call(control.FINISH, finish, deadline_seconds)["ranks"]
+            return {"ranks": [{**m, **f} for m, f in zip(moved, finished, strict=True)]}
         if route != control.FINISH:
             return {"ranks": self._guarded(route, body, deadline_seconds)}
-        phase = body.get("phase", "commit")
-        ranks: list[Json] = []
-        for step in ("prepare", "publish"):
-            if phase in (step, "commit"):
-                ranks = self._guarded(route, {**body, "phase": step}, deadline_seconds)
-        if phase != "prepare" and not self._llm.reset_prefix_cache():
-            raise ReloadError(
-                "the new weights are live, but vLLM could not reset its prefix cache: requests still use it"
-            )
+        for call in finish_calls(body):
+            ranks = self._guarded(route, call, deadline_seconds)
+        if body.get("phase") != "prepare":
+            if not self._llm.reset_prefix_cache():
+                raise ReloadError(
+                    "the new weights are live, but vLLM could not reset its prefix cache: requests still use it"
+                )
+            self._llm.llm_engine.reset_mm_cache()
+            self._llm.llm_engine.reset_encoder_cache()
+            self._llm.update_weight_version(str(ranks[0]["version"]))
         return {"ranks": ranks}
 
     def _guarded(self, route: str, body: Json, deadline_seconds: float) -> list[Json]:

@@ -3,8 +3,8 @@
 vLLM's own routes of the same names answer `{"message": ...}`, take no body at start, and know no abort; a trainer then
 learns neither what was planned nor why something was refused. These stand before them:
 
-    /init_weight_transfer_engine /start_weight_update /update_weights /finish_weight_update /abort_weight_update
-    /shutdown_weight_transfer_engine /weight_info /weight_checker /pause /resume /is_paused
+    /init_weight_transfer_engine /start_weight_update /update_weights /finish_weight_update /push_weights
+    /abort_weight_update /shutdown_weight_transfer_engine /weight_info /weight_checker /pause /resume /is_paused
 
 A call goes to every worker through `collective_rpc`, and what concerns the whole engine happens here:
 
@@ -29,6 +29,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from weightsync import control
 from weightsync.control import Abort, Finish, Json, Start, Update, error_from_json, error_to_json
 from weightsync.errors import ProtocolError, ReloadError, TornModelError, WeightSyncError
+from weightsync.integrations.calls import finish_calls, push_calls
 from weightsync.integrations.vllm import BACKEND, WORKER_METHOD
 from weightsync.worker.server import answer_of, parse_body, status_of
 
@@ -68,6 +69,7 @@ class EngineControl:
             control.START: self._start,
             control.UPDATE: self._update,
             control.FINISH: self._finish,
+            control.PUSH: self._push,
             control.ABORT: self._abort,
             control.SHUTDOWN: self._abort,
             control.INFO: self._info,
@@ -99,14 +101,17 @@ class EngineControl:
 
     async def _start(self, route: str, body: Json) -> Json:
         start = control.decode(Start, body.get("start_info"))
+        pause_mode = body.get("pause", self._pause_mode)
+        if pause_mode not in _PAUSE_MODES:
+            raise ProtocolError(f"pause must be one of {', '.join(_PAUSE_MODES)}, got {pause_mode!r:.80}")
         paused_now = not await self._client.is_paused()
         if paused_now:
-            await self._client.pause_generation(mode=self._pause_mode, clear_cache=False)
+            await self._client.pause_generation(mode=pause_mode, clear_cache=False)
             self._paused_here = True
-        ranks = await self._guarded(route, body, start.session_id)
+        ranks = await self._guarded(route, {"start_info": body["start_info"]}, start.session_id)
         if self._watcher is None or self._watcher.done():
             self._watcher = asyncio.create_task(self._watch())
-        return {"ranks": ranks, "paused": self._pause_mode if paused_now else "before"}
+        return {"ranks": ranks, "paused": pause_mode if paused_now else "before"}
 
     async def _update(self, route: str, body: Json) -> Json:
         update = control.decode(Update, body.get("update_info"))
@@ -115,18 +120,26 @@ class EngineControl:
     async def _finish(self, route: str, body: Json) -> Json:
         body = dict(body)
         reset_caches = body.pop("reset_caches", True)
-        told = {name: value for name, value in body.items() if name != "weight_version"}
+        told = {name: value for name, value in body.items() if name not in ("weight_version", control.SENT)}
         finish = control.decode(Finish, told)
-        if finish.phase != "publish":
-            ranks = await self._guarded(route, {**body, "phase": "prepare"}, finish.session_id)
-            if finish.phase == "prepare":
-                return {"ranks": ranks}
-        ranks = await self._guarded(route, {**body, "phase": "publish"}, finish.session_id)
+        for call in finish_calls(body):
+            ranks = await self._guarded(route, call, finish.session_id)
+        if finish.phase == "prepare":
+            return {"ranks": ranks}
         caches = await self._reset_caches() if reset_caches else {}
         await self._client.update_weight_version(str(ranks[0]["version"]))
         self.torn = None
         await self._go_on()
         return {"ranks": ranks, "caches_reset": caches}
+
+    async def _push(self, route: str, body: Json) -> Json:
+        """Start, one update and finish, in one call of the trainer's."""
+        start, update, finish = push_calls(body)
+        started = await self._start(control.START, start)
+        moved = await self._update(control.UPDATE, update)
+        finished = await self._finish(control.FINISH, finish)
+        ranks = [{**m, **f} for m, f in zip(moved["ranks"], finished["ranks"], strict=True)]
+        return {**started, **finished, "ranks": ranks}
 
     async def _reset_caches(self) -> Json:
         """Drops whatever was computed from the old weights, and says what.
