@@ -15,7 +15,8 @@ and whoever puts a tensor back must reach all of them. Paths read like Python:
     state = PythonState.capture(model); ...; state.restore()
 
 Not followed: weak references, dict keys, classes, and objects whose type belongs to torch, numpy, the standard library
-or this package (their internals are not the model's), except the containers named above.
+or this package (their internals are not the model's), except the containers named above; and what an engine leaves out
+(`leave_out`, `leave_modules_out`).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import sys
 import threading
 import types
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -36,7 +37,7 @@ import numpy as np
 import torch
 
 from weightsync.errors import LayoutError
-from weightsync.survey import Survey
+from weightsync.survey import LEFT_OUT, Survey
 
 Kind = Literal["parameter", "buffer", "attribute"]
 
@@ -119,6 +120,27 @@ def holders(model: torch.nn.Module) -> list[Any]:
     return [found.value for found in _visit(model) if not isinstance(found.value, plain)]
 
 
+def leave_out(kind: type) -> None:
+    """Makes objects of a class no part of any model: an engine's configuration, which knows every model's layers.
+
+    Args:
+        kind: The class; subclasses are followed as before.
+    """
+    LEFT_OUT.add(kind)
+    _surveys.clear()
+
+
+def leave_modules_out(model: torch.nn.Module, modules: Iterable[torch.nn.Module]) -> None:
+    """Makes modules, and what lies below them, no part of `model`: another model that shares them answers for them.
+
+    Args:
+        model: The model that reaches them, such as a draft model.
+        modules: The modules, such as the embedding of its target model.
+    """
+    _strangers.setdefault(model, weakref.WeakSet()).update(modules)
+    _surveys.pop(model, None)
+
+
 def replace(model: torch.nn.Module, path: str, tensor: torch.Tensor) -> None:
     """Puts `tensor` at `path`, which must exist. Tuples, frozen sets and partials on the way are rebuilt or updated.
 
@@ -175,6 +197,8 @@ def _slot(found: _Found) -> Slot:
 # What the last walks over each model found, newest first: as it serves, and as a session that shadows its hooks has it.
 _surveys: weakref.WeakKeyDictionary[torch.nn.Module, list[Survey]] = weakref.WeakKeyDictionary()
 _NUM_SURVEYS = 4
+# Modules that a model reaches and that are another one's.
+_strangers: weakref.WeakKeyDictionary[torch.nn.Module, weakref.WeakSet[torch.nn.Module]] = weakref.WeakKeyDictionary()
 
 
 def python_state(model: torch.nn.Module) -> object | None:
@@ -239,7 +263,7 @@ def _visit(model: torch.nn.Module) -> list[_Found]:
 
 def _visit_anew(model: torch.nn.Module) -> Iterator[_Found]:
     """A full walk: registered modules first so that they are found under their own paths."""
-    modules: dict[int, tuple[str, torch.nn.Module]] = {}
+    modules: dict[int, tuple[str, torch.nn.Module]] = {id(m): ("", m) for m in _strangers.get(model, ())}
     queue = _registered(model, "", modules)
     seen: dict[int, Any] = {}
     for path, module in queue:
@@ -294,7 +318,7 @@ def _visit_module(
 
 def _is_reachable(value: Any) -> bool:
     """Whether `value` is a tensor or can hold one."""
-    if isinstance(value, _LEAVES):
+    if isinstance(value, _LEAVES) or type(value) in LEFT_OUT:
         return False
     if isinstance(value, (torch.Tensor, torch.nn.Module, *_CONTAINERS, *_CALLABLES, *_PLAIN_HOLDERS)):
         return True

@@ -184,13 +184,15 @@ _LEAVES = (
 _IMMUTABLE = (
     *_LEAVES, type(None), type, types.ModuleType, types.BuiltinFunctionType, enum.Enum,
 )  # fmt: skip
+# Classes whose objects an engine declared to be no part of a model.
+LEFT_OUT: set[type] = set()
 _SPECIAL = frozenset({"builtins", "functools", "collections", "types"})
 _HOLD_ITEMS = (dict, list, tuple, set, frozenset, collections.deque, collections.UserDict, collections.UserList)
 
 
 def _is_opaque(value: Any) -> bool:
     """Whether a value that no walk enters may change inside."""
-    if isinstance(value, (*_IMMUTABLE, np.generic)):
+    if isinstance(value, (*_IMMUTABLE, np.generic)) or type(value) in LEFT_OUT:
         return False
     if isinstance(value, (dict, set)):
         return False  # a table of torch's, passed over: its length is compared
