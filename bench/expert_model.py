@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from megamoe_adapter import MegaMoEExperts
+from megamoe_adapter.finish import finish_layers
 
 BLOCK = 128
 
@@ -102,8 +103,7 @@ class ExpertModel(nn.Module):
 
     def process_weights_after_loading(self) -> None:
         """Finishes every layer's experts."""
-        for layer in self.layers:
-            layer.experts.finish()
+        finish_layers(layer.experts for layer in self.layers)
 
     def cold_load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """What an engine does at its start."""

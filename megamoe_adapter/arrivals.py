@@ -74,8 +74,7 @@ class ArrivalTracker:
     @property
     def keys(self) -> tuple[Key, ...]:
         """Every shard of the layer, in the order of their bits."""
-        slots: list[int | str] = [*range(self.num_slots), *([SHARED] if self.shared else [])]
-        return tuple((slot, shard) for slot in slots for shard in SHARDS)
+        return _keys(self.num_slots, self.shared)
 
     def bit(self, slot: int | str, shard: str) -> int:
         """The integer with one bit set that stands for a shard.
@@ -127,9 +126,11 @@ class ArrivalTracker:
         """
         if not self.fresh_weights and not self.fresh_scales and self.has_finished:
             return []
+        keys = self.keys
+        if self.fresh_weights == self.fresh_scales == (1 << len(keys)) - 1:
+            return list(keys)
         missing: list[tuple[Key, str]] = []
         fresh: list[Key] = []
-        keys = self.keys
         for index, key in enumerate(keys):
             weight, scale = self.fresh_weights >> index & 1, self.fresh_scales >> index & 1
             if weight != scale:
@@ -166,6 +167,12 @@ class ArrivalTracker:
     def _bit_if_written(self, slot: int | str, shard: str, tensors: Sequence[torch.Tensor]) -> int:
         bit = self.bit(slot, shard)
         return 0 if any(tensor.is_meta for tensor in tensors) else bit
+
+
+@functools.lru_cache(maxsize=256)
+def _keys(num_slots: int, shared: bool) -> tuple[Key, ...]:
+    slots: list[int | str] = [*range(num_slots), *([SHARED] if shared else [])]
+    return tuple((slot, shard) for slot in slots for shard in SHARDS)
 
 
 @dataclass(frozen=True, slots=True)

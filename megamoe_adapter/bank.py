@@ -22,6 +22,7 @@ Use:
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -31,13 +32,10 @@ from torch import nn
 from megamoe_adapter import layout
 from megamoe_adapter.formats import FORMATS, SOURCES, Conversion, Format, ScaleStorage, Source, conversion
 from megamoe_adapter.names import SHARDS
+from megamoe_adapter.quantize import expand_scale_bytes, quantize_block_fp8, quantize_mxfp8, ue8m0_to_float32
 from megamoe_adapter.requantize import (
     E4M3_NAN,
     StagedShards,
-    expand_scale_bytes,
-    quantize_block_fp8,
-    quantize_mxfp8,
-    ue8m0_to_float32,
 )
 from megamoe_adapter.staging import dequantize_mxfp4, dequantize_mxfp8, dequantize_nvfp4
 
@@ -92,17 +90,14 @@ class Bank:
             NotImplementedError: The source cannot become the format without loss.
             ValueError: A name is unknown, or the scale group cannot be repeated to the format's.
         """
-        conversion(source, fmt)
-        bank = cls(FORMATS[fmt], SOURCES[source], num_slots, hidden, intermediate, ROUTED_PREFIXES, True)
-        if scale_group is None or scale_group == bank.source.scale_group:
-            return bank
-        return replace(bank, source=_regrouped(bank, scale_group))
+        return _routed(
+            fmt, source, num_slots, hidden, intermediate, None if scale_group is None else tuple(scale_group)
+        )
 
     @classmethod
     def shared(cls, fmt: str, source: str, hidden: int, intermediate: int) -> Bank:
         """The bank of one shared expert of `intermediate` columns."""
-        conversion(source, fmt)
-        return cls(FORMATS[fmt], SOURCES[source], 1, hidden, intermediate, SHARED_PREFIXES, False)
+        return _shared(fmt, source, hidden, intermediate)
 
     @property
     def how(self) -> Conversion:
@@ -200,23 +195,23 @@ class Bank:
             placeholders without memory: such a stack can be inspected, not requantised.
         """
         stacks = []
+        whole = len(shards) == len(SHARDS) * self.num_slots
         for gated in (True, False):
-            part = [(slot, shard) for slot, shard in shards if (shard != "w2") == gated]
+            part = _every_shard(self.num_slots, gated) if whole else tuple(s for s in shards if (s[1] != "w2") == gated)
             if not part:
                 continue
             weight = self.tensor(module, "weight", part[0][1])
             if self.requantises:
                 scale = self.tensor(module, "weight_scale", part[0][1])
             else:
-                _, rows, columns = weight.shape
-                scale = layout.allocate_scale(self.num_slots, rows, columns // layout.BLOCK, device="meta")
+                scale = _no_scale(self.num_slots, weight.shape[1], weight.shape[2] // layout.BLOCK)
             stacks.append(
                 StagedShards(
                     weight,
                     self.tensor(module, "weight_scale_inv", part[0][1]),
                     scale,
-                    [(slot, layout.HALF_OF_SHARD.get(shard)) for slot, shard in part],
-                    [name(slot, shard) for slot, shard in part],
+                    _halves_of(part),
+                    functools.partial(_labels, name, part),
                 )
             )
         return stacks
@@ -334,6 +329,44 @@ class Bank:
             if name.startswith("w13_")
             else f"{second}_{name.removeprefix('w2_')}"
         )
+
+
+# Layers that are alike share one bank: a model is walked for its tensors several times in every reload.
+@functools.lru_cache(maxsize=256)
+def _routed(
+    fmt: str, source: str, num_slots: int, hidden: int, intermediate: int, scale_group: tuple[int, int] | None
+) -> Bank:
+    conversion(source, fmt)
+    bank = Bank(FORMATS[fmt], SOURCES[source], num_slots, hidden, intermediate, ROUTED_PREFIXES, True)
+    if scale_group is None or scale_group == bank.source.scale_group:
+        return bank
+    return replace(bank, source=_regrouped(bank, scale_group))
+
+
+@functools.lru_cache(maxsize=256)
+def _shared(fmt: str, source: str, hidden: int, intermediate: int) -> Bank:
+    conversion(source, fmt)
+    return Bank(FORMATS[fmt], SOURCES[source], 1, hidden, intermediate, SHARED_PREFIXES, False)
+
+
+@functools.lru_cache(maxsize=256)
+def _every_shard(num_slots: int, gated: bool) -> tuple[tuple[int, str], ...]:
+    return tuple((slot, shard) for slot in range(num_slots) for shard in SHARDS if (shard != "w2") == gated)
+
+
+@functools.lru_cache(maxsize=256)
+def _halves_of(shards: tuple[tuple[int, str], ...]) -> tuple[tuple[int, int | None], ...]:
+    return tuple((slot, layout.HALF_OF_SHARD.get(shard)) for slot, shard in shards)
+
+
+@functools.lru_cache(maxsize=256)
+def _no_scale(num_slots: int, rows: int, words: int) -> torch.Tensor:
+    """The packed scales of a format that has none: a placeholder without memory, the same for all layers."""
+    return layout.allocate_scale(num_slots, rows, words, device="meta")
+
+
+def _labels(name: Callable[[int, str], str], shards: Sequence[tuple[int, str]]) -> list[str]:
+    return [name(slot, shard) for slot, shard in shards]
 
 
 def _regrouped(bank: Bank, group: tuple[int, int]) -> Source:

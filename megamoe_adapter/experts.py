@@ -12,6 +12,7 @@ block FP8 that waits for its requantisation looks like MXFP8 and gives noise.
 
 from __future__ import annotations
 
+import functools
 import logging
 from typing import Any
 
@@ -22,6 +23,7 @@ from torch import nn
 from megamoe_adapter.activation import MegaMoEActivation
 from megamoe_adapter.bank import Bank
 from megamoe_adapter.formats import Format
+from megamoe_adapter.interning import interned
 from megamoe_adapter.layout import check_shapes
 from megamoe_adapter.placement import Placement
 from megamoe_adapter.reference import (
@@ -99,9 +101,9 @@ class MegaMoEExperts(MegaMoEWeights):
             raise ValueError(f"unknown backend {backend!r}; known: {', '.join(BACKENDS)}")
         if precision not in PRECISIONS:
             raise ValueError(f"unknown precision {precision!r}; known: {', '.join(PRECISIONS)}")
-        placement = Placement(num_experts, num_redundant_experts, ep_size, ep_rank)
+        placement = _placement(num_experts, num_redundant_experts, ep_size, ep_rank)
         bank = Bank.routed(fmt, source, placement.num_slots, hidden, intermediate, scale_group)
-        activation = activation or MegaMoEActivation()
+        activation = interned(activation or MegaMoEActivation())
         _check_layer(bank.format, activation, top_k, hidden, intermediate, deep_gemm_version)
         decision = decide_shared(
             bank.format, shared, intermediate=intermediate, kernel_refusal=_fusing_refusal(bank.format, backend)
@@ -244,6 +246,12 @@ class MegaMoEExperts(MegaMoEWeights):
             shared_numerics = Numerics.of(bank.format, precision=self.precision)
             y = y + shared_expert(x, values, self.activation, shared_numerics)
         return y.to(torch.bfloat16)
+
+
+@functools.lru_cache(maxsize=256)
+def _placement(num_experts: int, num_redundant: int, ep_size: int, ep_rank: int) -> Placement:
+    """One for all layers that are placed alike; immutable."""
+    return Placement(num_experts, num_redundant, ep_size, ep_rank)
 
 
 def _check_layer(

@@ -144,24 +144,32 @@ class GlobalScales:
         activation_scale = float(_data(module, "l2_activation_scale")) or 1.0
         return float(_data(module, "l1_alpha")[slot]), float(_data(module, "l2_alpha")[slot]) / activation_scale
 
-    def derive(self, module: nn.Module, logical_of_slot: Sequence[int]) -> float:
+    def derive(self, module: nn.Module, logical_of_slot: Sequence[int]) -> None:
         """Writes the derived scalars in place, from loaded ones that `check` has accepted.
 
         Args:
             module: Owner of the parameters.
             logical_of_slot: Logical expert of each local slot.
-
-        Returns:
-            `l2_activation_scale` as a number: the kernel takes it by value.
         """
         l1, l2, l2_input = (_data(module, name) for name in _USED)
         slots = torch.tensor(logical_of_slot, dtype=torch.int64, device=l1.device)
-        largest = l2_input.amax()
-        activation_scale = torch.where(largest == 0, torch.ones_like(largest), largest)
+        activation_scale = _activation_scale(l2_input)
         _data(module, "l1_alpha").copy_(l1[slots, 0])
         _data(module, "l2_activation_scale").copy_(activation_scale)
         _data(module, "l2_alpha").copy_(l2[slots] * activation_scale)
-        return float(activation_scale)
+
+    def judged(self, module: nn.Module) -> torch.Tensor:
+        """What `check` would find, without waiting for the device and changing nothing.
+
+        Returns:
+            int32 (2,) there: nonzero if `check` would raise, and the bits of the `l2_activation_scale` that `derive`
+            will write, which the kernel takes by value.
+        """
+        tables = [_data(module, name) for name in _USED]
+        bad = torch.stack([~(torch.isfinite(table) & (table >= 0)).all() for table in tables])
+        is_bad = bad.any() | _differs(tables[0]).any()
+        bits = _activation_scale(tables[2]).view(torch.int32)
+        return torch.stack([is_bad.to(torch.int32), bits])
 
     def check(self, module: nn.Module, layer: str) -> None:
         """Judges the loaded scalars; changes nothing.
@@ -175,7 +183,7 @@ class GlobalScales:
             if bool(bad.any()):
                 raise ValueError(f"{layer}: {name} is negative or not finite for {_experts(bad)}")
         gate, up = tables["w13_weight_scale_2"].unbind(-1)
-        bad = (gate - up).abs() > RELATIVE_TOLERANCE * torch.maximum(gate, up)
+        bad = _differs(tables["w13_weight_scale_2"])
         if bool(bad.any()):
             first = int(bad.nonzero()[0])
             raise ValueError(
@@ -204,6 +212,18 @@ def split_scalars(
         )
     columns = tensor.reshape(num_experts, -1).expand(num_experts, len(shards))
     return [(expert, shard, columns[expert, i]) for expert in range(num_experts) for i, shard in enumerate(shards)]
+
+
+def _differs(gate_up: torch.Tensor) -> torch.Tensor:
+    """Experts (L,) whose gate and up scales are not the same."""
+    gate, up = gate_up.unbind(-1)
+    return (gate - up).abs() > RELATIVE_TOLERANCE * torch.maximum(gate, up)
+
+
+def _activation_scale(l2_input: torch.Tensor) -> torch.Tensor:
+    """The largest input scale of the second GEMM, 1 if that is 0; float32 ()."""
+    largest = l2_input.amax()
+    return torch.where(largest == 0, torch.ones_like(largest), largest)
 
 
 def _scalars(*shape: int, device: torch.device | str | None) -> nn.Parameter:

@@ -27,16 +27,24 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import lru_cache
+from typing import Any
 
 import torch
 
-from megamoe_adapter.layout import BLOCK, GATE, block_scale_rows, restore_scale_strides, scale_view, weight_view
+from megamoe_adapter.formats import INTERLEAVE_ROWS
+from megamoe_adapter.layout import (
+    BLOCK,
+    GATE,
+    block_scale_rows,
+    restore_scale_strides,
+    scale_view,
+    weight_view,
+)
+from megamoe_adapter.quantize import GROUP, exponent_of, power_of_two
 from weightsync.errors import shown
 
-E4M3_MAX = 448.0
-E4M3_NAN = 0x7F  # and 0xFF
-GROUP = 32
+E4M3_NAN, E4M3_MINUS_NAN = 0x7F, 0xFF
 GROUPS_PER_BLOCK = BLOCK // GROUP
 MAX_SCALE = 2.0**127  # above it, a code of 448 has no UE8M0 exponent
 
@@ -78,79 +86,6 @@ def requantize_block_fp8(weight: torch.Tensor, scale: torch.Tensor) -> tuple[tor
     return out, scale_bytes
 
 
-def quantize_mxfp8(x: torch.Tensor, *, check: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
-    """BF16 or float32 to MXFP8 with one rounding.
-
-    Args:
-        x: (N, K), K a multiple of 32.
-        check: Whether to refuse values that are not finite, which waits for a GPU and is impossible on meta tensors.
-
-    Returns:
-        As `requantize_block_fp8`.
-
-    Raises:
-        ValueError: K is not a multiple of 32, the dtype is another, or a value is not finite.
-    """
-    groups = _float_matrix(x, GROUP, check).view(x.shape[0], -1, GROUP)
-    exponent = _exponent(groups.abs().amax(-1))
-    weight = (groups * _power_of_two(127 - exponent).unsqueeze(-1)).to(torch.float8_e4m3fn)
-    return weight.view(x.shape), exponent.to(torch.uint8)
-
-
-def quantize_block_fp8(x: torch.Tensor, *, check: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
-    """BF16 or float32 to block FP8: E4M3 with one float32 scale `max |x| / 448` per 128x128.
-
-    Args:
-        x: (N, K); the last blocks may be partial.
-        check: As in `quantize_mxfp8`.
-
-    Returns:
-        float8_e4m3fn (N, K) and float32 (ceil(N / 128), ceil(K / 128)), at least 2**-126 so that it can divide.
-
-    Raises:
-        ValueError: Not a matrix of bfloat16 or float32, or a value is not finite.
-    """
-    real = _float_matrix(x, 1, check)
-    rows, cols = x.shape
-    padded = torch.nn.functional.pad(real, (0, -cols % BLOCK, 0, -rows % BLOCK))
-    blocks = padded.view(padded.shape[0] // BLOCK, BLOCK, padded.shape[1] // BLOCK, BLOCK)
-    scale = (blocks.abs().amax((1, 3)) / E4M3_MAX).clamp(min=torch.finfo(torch.float32).tiny)
-    weight = (blocks / scale[:, None, :, None]).to(torch.float8_e4m3fn)
-    return weight.view(padded.shape)[:rows, :cols].contiguous(), scale
-
-
-def expand_scale_bytes(scale: torch.Tensor, rows: int, groups: int) -> torch.Tensor:
-    """UE8M0 scales of coarser blocks, repeated to one per row and K group; exact.
-
-    Args:
-        scale: (scale rows, scale columns), uint8 or float8_e8m0fnu.
-        rows: Weight rows; a multiple of the scale rows.
-        groups: K groups per row; a multiple of the scale columns.
-
-    Returns:
-        uint8 (rows, groups).
-
-    Raises:
-        ValueError: The dtype is another, or the scales do not tile (rows, groups).
-    """
-    scale_bytes = _ue8m0_bytes(scale)
-    if scale.ndim != 2 or not all(scale.shape) or rows % scale.shape[0] or groups % scale.shape[1]:
-        raise ValueError(f"scale shape {tuple(scale.shape)} does not tile ({rows}, {groups})")
-    tall = scale_bytes.repeat_interleave(rows // scale.shape[0], 0)
-    return tall.repeat_interleave(groups // scale.shape[1], 1)
-
-
-def ue8m0_to_float32(scale: torch.Tensor) -> torch.Tensor:
-    """The float32 value `2**(b - 127)` of UE8M0 bytes (uint8 or float8_e8m0fnu); exact, NaN for b = 255.
-
-    Raises:
-        ValueError: The dtype is another.
-    """
-    exponent = _ue8m0_bytes(scale).to(torch.int32)
-    value = _power_of_two(exponent - 127)
-    return torch.where(exponent == 255, torch.nan, torch.where(exponent == 0, 2.0**-127, value))
-
-
 # In place, kernel layout.
 
 
@@ -163,14 +98,14 @@ class StagedShards:
         block_scale: (E, N / 128, K / 128) float32, checkpoint order (gate blocks, then up blocks); only read.
         scale: (E, N, K / 128) int32 packed, MN-major; overwritten.
         shards: `(slot, half)`: half is `GATE` or `UP` for w13, None for w2. One stack holds one kind only.
-        labels: Name of each shard, for messages; made up if empty.
+        labels: Name of each shard, for messages, or what gives them when a message needs them; made up if empty.
     """
 
     weight: torch.Tensor
     block_scale: torch.Tensor
     scale: torch.Tensor
     shards: Sequence[tuple[int, int | None]]
-    labels: Sequence[str] = field(default=())
+    labels: Sequence[str] | Callable[[], Sequence[str]] = field(default=())
 
     def __post_init__(self) -> None:
         experts, rows, cols = self.weight.shape if self.weight.ndim == 3 else (0, 0, 0)
@@ -194,10 +129,9 @@ class StagedShards:
         if tuple(self.scale.shape) != words:
             raise ValueError(f"packed scales must be {words}, got {tuple(self.scale.shape)}")
         restore_scale_strides(self.scale)
-        bad = [shard for shard in self.shards if not 0 <= shard[0] < experts or shard[1] not in self._halves]
-        if bad or len(set(self.shards)) != len(self.shards):
+        if not _are_shards(tuple(self.shards), experts, self._halves):
             raise ValueError(f"shards must be distinct (slot < {experts}, half in {self._halves}), got {self.shards}")
-        if self.labels and len(self.labels) != len(self.shards):
+        if self.labels and not callable(self.labels) and len(self.labels) != len(self.shards):
             raise ValueError(f"{len(self.shards)} shards need as many labels, got {len(self.labels)}")
 
     @property
@@ -214,19 +148,17 @@ class StagedShards:
         """Checkpoint rows of one shard."""
         return self.weight.shape[1] // 2 if self.is_gated else self.weight.shape[1]
 
-    @cached_property
-    def table(self) -> torch.Tensor:
-        """int32 (shards,) on the weight's device: slot, or 2 * slot + half."""
-        indices = [slot if half is None else 2 * slot + half for slot, half in self.shards]
-        if indices == list(range(len(indices))):  # a full update: no transfer from the host
-            return torch.arange(len(indices), dtype=torch.int32, device=self.weight.device)
-        return torch.tensor(indices, dtype=torch.int32, device=self.weight.device)
-
     @property
     def names(self) -> list[str]:
         """A name for each shard."""
         halves = {None: "w2", GATE: "w1"}
-        return list(self.labels) or [f"slot {slot} {halves.get(half, 'w3')}" for slot, half in self.shards]
+        labels = self.labels() if callable(self.labels) else self.labels
+        return list(labels) or [f"slot {slot} {halves.get(half, 'w3')}" for slot, half in self.shards]
+
+
+@lru_cache(maxsize=256)  # every push has the same shards as the one before
+def _are_shards(shards: tuple[tuple[int, int | None], ...], experts: int, halves: tuple[int | None, ...]) -> bool:
+    return len(set(shards)) == len(shards) and all(0 <= slot < experts and half in halves for slot, half in shards)
 
 
 def requantize_layer_(layer: str, stacks: Sequence[StagedShards]) -> None:
@@ -245,30 +177,59 @@ def requantize_layer_(layer: str, stacks: Sequence[StagedShards]) -> None:
     stacks = [stack for stack in stacks if stack.shards]
     if not stacks:
         return
+    flags = inspect_stacks(stacks)
+    if is_deferred(stacks):
+        requantize_stacks_(stacks, flags)  # asks the flags on the device, so nothing waits in between
+    refuse_faults(layer, stacks, flags.tolist()[:-1])
+    if not is_deferred(stacks):
+        requantize_stacks_(stacks, flags)
 
-    def names() -> list[str]:
-        return [name for stack in stacks for name in stack.names]
 
+def is_deferred(stacks: Sequence[StagedShards]) -> bool:
+    """Whether `requantize_stacks_` may be called before the host has seen the flags: it asks them on the device."""
+    return stacks[0].weight.is_cuda
+
+
+def inspect_stacks(stacks: Sequence[StagedShards]) -> torch.Tensor:
+    """Flags of every shard of every stack, without waiting for a device; changes nothing.
+
+    Args:
+        stacks: Of any number of layers, at least one shard among them; all on one device.
+
+    Returns:
+        int32 (shards of all stacks + 1,) on that device: `NAN_CODE | BAD_SCALE | ROUNDS` of each shard, in order; the
+        last is nonzero if one of them has `NAN_CODE` or `BAD_SCALE`.
+    """
     if stacks[0].weight.is_cuda:
-        # The second pass asks the first one's flags on the device, so nothing waits in between.
-        _raise_faults(layer, names, _requantize_on_gpu(stacks))
+        with torch.cuda.device(stacks[0].weight.device):
+            flags: torch.Tensor = _triton().inspect(stacks)
+            return flags
+    flags = torch.cat([shard_flags(stack) for stack in stacks if stack.shards])
+    return torch.cat([flags, (flags & (NAN_CODE | BAD_SCALE)).ne(0).any().to(torch.int32).view(1)])
+
+
+def requantize_stacks_(stacks: Sequence[StagedShards], flags: torch.Tensor) -> None:
+    """Requantises every shard in place; on a GPU nothing, if the last of `flags` is set.
+
+    Args:
+        stacks: As for `inspect_stacks`.
+        flags: What it returned for them; elsewhere than on a GPU, the caller has looked at them.
+    """
+    if is_deferred(stacks):
+        with torch.cuda.device(stacks[0].weight.device):
+            _triton().requantize_(stacks, flags)
         return
-    _raise_faults(layer, names, [flag for stack in stacks for flag in inspect_shards(stack)])
     for stack in stacks:
         for slot, half in stack.shards:
             requantize_shard_(stack.weight, stack.scale, slot, half, block_scale_rows(stack.block_scale, slot, half))
 
 
-def _requantize_on_gpu(stacks: Sequence[StagedShards]) -> list[int]:
-    """Both passes, then the flags of each shard: if one has a fault, no stack was changed."""
+def _triton() -> Any:
     try:
         from megamoe_adapter import requantize_triton
     except ImportError as error:
-        raise RuntimeError("requantising on a GPU needs Triton: pip install triton") from error
-    with torch.cuda.device(stacks[0].weight.device):
-        flags = requantize_triton.inspect(stacks)
-        requantize_triton.requantize_(stacks, flags)
-        return list(flags.tolist()[:-1])
+        raise RuntimeError("block-FP8 experts on a GPU need Triton: pip install triton") from error
+    return requantize_triton
 
 
 def requantize_shard_(
@@ -298,22 +259,48 @@ def requantize_shard_(
 
 
 def inspect_shards(stack: StagedShards) -> list[int]:
-    """Flags (`NAN_CODE | BAD_SCALE | ROUNDS`) of each shard of a stack; the torch reference, changes nothing."""
-    return [
-        inspect(weight_view(stack.weight, slot, half), block_scale_rows(stack.block_scale, slot, half))
+    """`shard_flags` as integers."""
+    return list(shard_flags(stack).tolist())
+
+
+def shard_flags(stack: StagedShards) -> torch.Tensor:
+    """Flags (`NAN_CODE | BAD_SCALE | ROUNDS`) of each shard of a stack, int32 (shards,); changes nothing.
+
+    The torch reference: reductions alone, so there is no temporary of the codes' size.
+    """
+    experts, halves = stack.weight.shape[0], stack._halves
+    if tuple(stack.shards) == _all_shards(experts, halves):
+        cols = stack.weight.shape[-1]
+        codes = stack.weight.view(experts, -1, len(halves), INTERLEAVE_ROWS * cols)
+        return _flags(codes, stack.block_scale.view(experts, len(halves), -1), (1, 3)).view(-1)
+    parts = [
+        _flags(weight_view(stack.weight, slot, half), block_scale_rows(stack.block_scale, slot, half).reshape(-1), None)
         for slot, half in stack.shards
     ]
+    return torch.stack(parts) if parts else torch.empty(0, dtype=torch.int32)
+
+
+@lru_cache(maxsize=256)
+def _all_shards(experts: int, halves: tuple[int | None, ...]) -> tuple[tuple[int, int | None], ...]:
+    return tuple((slot, half) for slot in range(experts) for half in halves)
 
 
 def inspect(weight: torch.Tensor, scale: torch.Tensor) -> int:
     """Flags of one shard: E4M3 codes of any shape and their float32 scales."""
-    has_nan = any(
-        bool(((part.view(torch.uint8) & 0x7F) == E4M3_NAN).any())
-        for part in weight.split(max(1, _SLAB_ELEMENTS // max(1, weight[:1].numel())))
-    )
-    is_bad = not bool(((scale >= 0) & (scale <= MAX_SCALE)).all())
-    rounds = bool((scale.contiguous().view(torch.int32) & 0x7FFFFF).any())
-    return NAN_CODE * has_nan | BAD_SCALE * is_bad | ROUNDS * rounds
+    if not weight.numel():
+        return 0
+    return int(_flags(weight, scale.reshape(-1), None))
+
+
+def _flags(codes: torch.Tensor, scale: torch.Tensor, dims: tuple[int, ...] | None) -> torch.Tensor:
+    """Flags of each shard, int32: codes reduced over `dims` (None: all), scales (..., blocks) over the last."""
+    # The NaN codes are the largest signed byte and the largest unsigned byte.
+    signed, unsigned = codes.view(torch.int8), codes.view(torch.uint8)
+    high, low = (part.amax() if dims is None else part.amax(dims) for part in (signed, unsigned))
+    has_nan = (high == E4M3_NAN) | (low == E4M3_MINUS_NAN)
+    is_bad = ~((scale >= 0) & (scale <= MAX_SCALE)).all(-1)
+    rounds = (scale.view(torch.int32) & 0x7FFFFF).ne(0).any(-1)
+    return NAN_CODE * has_nan.to(torch.int32) + BAD_SCALE * is_bad.to(torch.int32) + ROUNDS * rounds.to(torch.int32)
 
 
 # The rule.
@@ -330,24 +317,11 @@ def _requantize_rows(weight: torch.Tensor, scale: torch.Tensor) -> tuple[torch.T
     # Keep the product below float32's end: a scale >= 1 is lowered by 2**18, which the exponent then gives back.
     is_large = factor >= 1
     factor = torch.where(is_large, factor * 2.0**-18, factor)
-    exponent = _exponent(peak * factor)
-    factor = factor * _power_of_two(127 - exponent)
+    exponent = exponent_of(peak * factor)
+    factor = factor * power_of_two(127 - exponent)
     exponent = torch.where(is_zero, 0, exponent + 18 * is_large)
     codes = groups.mul_(factor.unsqueeze(-1)).view(rows, cols).to(torch.float8_e4m3fn)
     return codes, exponent.to(torch.uint8)
-
-
-def _exponent(amax: torch.Tensor) -> torch.Tensor:
-    """Smallest b >= 0 with amax <= 448 * 2**(b - 127), int32, of finite float32 amax >= 0.
-
-    448 is 1.75 * 2**8: b is amax's exponent field less 8, and one more if the mantissa is above 1.75 (field 0x600000).
-    """
-    return (((amax.view(torch.int32) + 0x1FFFFF) >> 23) - 8).clamp(min=0)
-
-
-def _power_of_two(exponent: torch.Tensor) -> torch.Tensor:
-    """`2.0**exponent`, float32, of int32 exponents in -126..127."""
-    return ((exponent + 127) << 23).view(torch.float32)
 
 
 def _slabs(rows: int, cols: int) -> Iterator[tuple[slice, slice]]:
@@ -371,23 +345,18 @@ def _check_block_fp8(weight: torch.Tensor, scale: torch.Tensor) -> None:
         raise ValueError(f"the scale must be float32 {blocks}, got {scale.dtype} {tuple(scale.shape)}")
 
 
-def _float_matrix(x: torch.Tensor, multiple: int, check: bool) -> torch.Tensor:
-    if x.dtype not in (torch.bfloat16, torch.float32) or x.ndim != 2 or x.shape[1] % multiple:
-        raise ValueError(
-            f"the source must be bfloat16 or float32 (N, K) with K a multiple of {multiple}, "
-            f"got {x.dtype} {tuple(x.shape)}"
-        )
-    if check and not bool(torch.isfinite(x).all()):
-        raise ValueError(
-            f"{int((~torch.isfinite(x)).sum())} of {x.numel()} values are not finite; FP8 cannot hold them"
-        )
-    return x.to(torch.float32, memory_format=torch.contiguous_format)
+def refuse_faults(layer: str, stacks: Sequence[StagedShards], flags: Sequence[int]) -> None:
+    """ValueError for what cannot be requantised; a warning, once, for what is rounded.
 
+    Args:
+        layer: Module path, for the message.
+        stacks: The layer's.
+        flags: Of each of their shards.
 
-def _ue8m0_bytes(scale: torch.Tensor) -> torch.Tensor:
-    if scale.dtype not in (torch.uint8, torch.float8_e8m0fnu):
-        raise ValueError(f"UE8M0 scales must be uint8 or float8_e8m0fnu, got {scale.dtype}")
-    return scale.view(torch.uint8)
+    Raises:
+        ValueError: See `requantize_layer_`.
+    """
+    _raise_faults(layer, lambda: [name for stack in stacks for name in stack.names], flags)
 
 
 def _raise_faults(layer: str, names: Callable[[], Sequence[str]], flags: Sequence[int]) -> None:
@@ -410,5 +379,5 @@ def _raise_faults(layer: str, names: Callable[[], Sequence[str]], flags: Sequenc
             f"{layer}: block scales are not all powers of two, so requantising to MXFP8 rounds the weights; "
             "it is exact when every block scale is a power of two (said once)",
             RoundingWarning,
-            stacklevel=3,
+            stacklevel=4,
         )

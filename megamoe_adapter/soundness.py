@@ -1,9 +1,9 @@
 """Refuses weights and scales that would make garbage, in formats that finish as they were loaded.
 
 Why: a NaN or infinite scale, or a NaN code in E4M3, turns a whole layer's output to NaN many steps later. All fresh
-shards are judged at finish, by reductions without a temporary of the weights' size and with one host sync per bank;
-only if something is wrong are shards looked at one by one, to be named. Shards that will be requantised are judged by
-`requantize_layer_`, in the pass that has to read them anyway.
+shards are judged at finish, by reductions without a temporary of the weights' size; the flags stay on the device until
+those of all layers can be read at once (finish.py). Only if something is wrong are shards looked at one by one, to be
+named. Block FP8 is judged by the pass over codes and scales that requantising needs too (requantize.py).
 
     E4M3 weight        NaN codes 0x7f and 0xff
     BF16 weight        NaN, inf
@@ -14,7 +14,8 @@ only if something is wrong are shards looked at one by one, to be named. Shards 
 
 Use:
 
-    check_shards(bank, module, [(0, "w1"), (0, "w2")], name=lambda slot, shard: f"expert {slot} {shard}", layer=prefix)
+    flag = bank_flags(bank, module, [(0, "w1"), (0, "w2")])                       # on the device
+    if flag.item(): refuse_unsound(bank, module, shards, name=name_of, layer=prefix)
 """
 
 from __future__ import annotations
@@ -27,14 +28,27 @@ from torch import nn
 from megamoe_adapter import layout
 from megamoe_adapter.bank import Bank
 from megamoe_adapter.names import SHARDS
-from megamoe_adapter.requantize import BAD_SCALE, NAN_CODE, StagedShards, inspect_shards
+from megamoe_adapter.requantize import BAD_SCALE, NAN_CODE, StagedShards
 from weightsync.errors import shown
 
 UE8M0_NAN = 255
 E4M3_MINUS_ZERO = 0x80
 
 
-def check_shards(
+def bank_flags(bank: Bank, module: nn.Module, shards: Sequence[tuple[int, str]]) -> torch.Tensor:
+    """Whether any of these shards is unusable; int32 (1,) on the tensors' device, without waiting for it.
+
+    Args:
+        bank: The pair of weights, in a format without float32 block scales.
+        module: Owner of the tensors.
+        shards: (slot, shard) of each fresh shard, at least one.
+    """
+    whole = len(shards) == len(SHARDS) * bank.num_slots
+    flags = _whole_bank_flags(bank, module) if whole else [_shard_flags(bank, module, *shard) for shard in shards]
+    return torch.stack([flag for pair in flags for flag in pair]).any().to(torch.int32).view(1)
+
+
+def refuse_unsound(
     bank: Bank,
     module: nn.Module,
     shards: Sequence[tuple[int, str]],
@@ -42,44 +56,41 @@ def check_shards(
     name: Callable[[int, str], str],
     layer: str,
 ) -> None:
-    """Judges freshly loaded shards; changes nothing.
+    """Looks at shards one by one, after `bank_flags` said that one is unusable.
 
     Args:
-        bank: The pair of weights.
-        module: Owner of the tensors.
-        shards: (slot, shard) of each fresh shard.
+        bank: As for `bank_flags`.
+        module: As for `bank_flags`.
+        shards: As for `bank_flags`.
         name: What to call a shard in a message.
         layer: Path of the layer, for the message.
 
     Raises:
         ValueError: A weight or scale is not usable; names each shard and what is wrong with it.
     """
-    if bank.raw_scales:
-        _check_block_fp8(bank.staged(module, shards, name), layer)
-        return
-    whole = len(shards) == len(SHARDS) * bank.num_slots
-    flags = _whole_bank_flags(bank, module) if whole else [_shard_flags(bank, module, *shard) for shard in shards]
-    if flags and bool(torch.stack([torch.stack(flag) for flag in flags]).any()):
-        named = [(name(*shard), *torch.stack(_shard_flags(bank, module, *shard)).tolist()) for shard in shards]
-        _raise_unsound(named, layer)
+    _raise_unsound(
+        [(name(*shard), *torch.stack(_shard_flags(bank, module, *shard)).tolist()) for shard in shards], layer
+    )
 
 
-def _check_block_fp8(stacks: Sequence[StagedShards], layer: str) -> None:
-    """One pass over codes and scales, each read once, by the kernel that judges shards before a requantisation."""
-    if not stacks:
-        return
-    if stacks[0].weight.is_cuda:
-        from megamoe_adapter import requantize_triton
+def refuse_block_fp8(stacks: Sequence[StagedShards], flags: Sequence[int], layer: str) -> None:
+    """Judges block FP8 that stays as it is by the flags of `requantize.inspect_stacks`.
 
-        flags = requantize_triton.inspect(stacks)[:-1].tolist()
-    else:
-        flags = [flag for stack in stacks for flag in inspect_shards(stack)]
+    Args:
+        stacks: Of one layer.
+        flags: Of each of their shards.
+        layer: Path of the layer, for the message.
+
+    Raises:
+        ValueError: As `refuse_unsound`.
+    """
     if not any(flag & (NAN_CODE | BAD_SCALE) for flag in flags):
         return
     shards = [(stack, index) for stack in stacks for index in range(len(stack.shards))]
+    names = [name for stack in stacks for name in stack.names]
     named = [
-        (stack.names[index], flag & NAN_CODE, int(bool(flag & BAD_SCALE) and _is_unusable(stack, index)))
-        for (stack, index), flag in zip(shards, flags, strict=True)
+        (name, flag & NAN_CODE, int(bool(flag & BAD_SCALE) and _is_unusable(stack, index)))
+        for name, (stack, index), flag in zip(names, shards, flags, strict=True)
     ]
     if any(bad_weight or bad_scale for _, bad_weight, bad_scale in named):
         _raise_unsound(named, layer)

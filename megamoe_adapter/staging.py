@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from megamoe_adapter.formats import Format
-from megamoe_adapter.requantize import ue8m0_to_float32
+from megamoe_adapter.quantize import ue8m0_to_float32
 
 E4M3_MAX = 448.0
 E2M1_MAX = 6.0

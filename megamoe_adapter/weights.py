@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -29,13 +29,13 @@ from torch import nn
 
 from megamoe_adapter.arrivals import SHARED, ArrivalTracker, Arrived, Key, union
 from megamoe_adapter.bank import ROUTED_PREFIXES, SHARED_PREFIXES, Bank, split_gate_up
+from megamoe_adapter.finish import finish_layers
 from megamoe_adapter.global_scales import GLOBAL_KINDS, GlobalScales, split_scalars
+from megamoe_adapter.interning import interned
 from megamoe_adapter.names import ALL_EXPERTS, FUSED_SHARDS, SHARDS, ExpertNames, Target, is_same_path, parameter_kind
 from megamoe_adapter.placement import Placement
 from megamoe_adapter.reference import ExpertWeights
-from megamoe_adapter.requantize import requantize_layer_
 from megamoe_adapter.shared_experts import SharedDecision, SharedExpert
-from megamoe_adapter.soundness import check_shards
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +85,7 @@ class MegaMoEWeights(nn.Module):
         self.placement = placement
         self.bank = bank
         self.prefix = prefix
-        self.shared_decision = decision
+        self.shared_decision = interned(decision)
         self.shared_bank: Bank | None = None
         if shared is not None and decision.format is not None:
             self.shared_bank = Bank.shared(decision.format, shared.source, bank.hidden, shared.intermediate)
@@ -93,11 +93,13 @@ class MegaMoEWeights(nn.Module):
         self.arrivals = ArrivalTracker(placement.num_slots, shared=self.shared_fused)
         self.l2_activation_scale_value = 1.0
         self._has_derived = False
-        self.names = ExpertNames(
-            bank.source.name,
-            raw_scales=bank.raw_scales,
-            shared_source=self.shared_bank.source.name if self.shared_bank else None,
-            shared_raw_scales=self.shared_bank.raw_scales if self.shared_bank else False,
+        self.names = interned(
+            ExpertNames(
+                bank.source.name,
+                raw_scales=bank.raw_scales,
+                shared_source=self.shared_bank.source.name if self.shared_bank else None,
+                shared_raw_scales=self.shared_bank.raw_scales if self.shared_bank else False,
+            )
         )
         # Keyed by the calls: a model walked for its tensors is not searched through the keys of a dict.
         self._replayed: dict[tuple[tuple[str, str, int], ...], Arrived] = {}
@@ -191,7 +193,7 @@ class MegaMoEWeights(nn.Module):
             ValueError: A name or shard that `weight_loader` would refuse.
         """
         calls = tuple(calls)
-        if calls not in self._replayed:
+        if next(iter(self._replayed), None) is not calls:
             arrived = Arrived()
             for name, shard_id, expert_id in calls:
                 found = self._classify(name, shard_id)
@@ -236,7 +238,8 @@ class MegaMoEWeights(nn.Module):
     def finish(self) -> int:
         """Makes loaded weights final; called once per load from the model's `process_weights_after_loading`.
 
-        Every fresh shard is judged first: both parts arrived, scales finite and not negative, no NaN codes. Then
+        A model with several layers calls `finish.finish_layers` with all of them instead, which waits for the device
+        once. Every fresh shard is judged first: both parts arrived, scales finite and not negative, no NaN codes. Then
         block FP8 is requantised in place and derived scales are written. Calling it again without new data does
         nothing.
 
@@ -247,31 +250,7 @@ class MegaMoEWeights(nn.Module):
             ValueError: A shard is incomplete or unusable; names layer, expert, shard and what is wrong. No shard was
                 touched.
         """
-        fresh = self.arrivals.check(self.prefix, self.placement.logical_of_slot)
-        self._check_globals(fresh)
-        if not fresh and not (self.globals is not None and self.globals.fresh):
-            return 0
-        by_bank = self._fresh_by_bank(fresh)
-        for bank, shards in by_bank:
-            if not bank.requantises:
-                check_shards(bank, self, shards, name=self._shard_name(bank), layer=self.prefix)
-        if self.globals is not None:
-            self.globals.check(self, self.prefix)
-        # Judges all of its shards too, before it touches the first.
-        requantize_layer_(
-            self.prefix,
-            [
-                stack
-                for bank, shards in by_bank
-                if bank.requantises
-                for stack in bank.staged(self, shards, self._shard_name(bank))
-            ],
-        )
-        if self.globals is not None:
-            self._derive_globals(self.globals)
-        self.arrivals.clear()
-        self._forget_globals()
-        return len(fresh)
+        return finish_layers([self])
 
     def requantize_block_fp8(self) -> int:
         """`finish`, under the name that vLLM's model hooks use."""
@@ -300,21 +279,24 @@ class MegaMoEWeights(nn.Module):
             bank.register(self, device)
         if self.globals is not None:
             self.globals.register(self, self.placement.num_slots, device)
-        self._loadable: dict[str, tuple[str, str]] = {}
-        self._derived: tuple[str, ...] = ()
+        loadable: list[tuple[str, tuple[str, str]]] = []
+        derived: list[str] = []
         for name, param in self.named_parameters(recurse=False):
             if getattr(param, "weight_loader_numel", None) == 0:
-                self._derived += (name,)
+                derived.append(name)
                 continue
             for prefix in (*ROUTED_PREFIXES, *SHARED_PREFIXES):
                 if name.startswith(f"{prefix}_"):
-                    self._loadable[name] = (prefix, name.removeprefix(f"{prefix}_"))
+                    loadable.append((name, (prefix, name.removeprefix(f"{prefix}_"))))
+        self._loadable = _as_dict(tuple(loadable))
+        self._derived = interned(tuple(derived))
         self._attach_loaders()
 
     def _attach_loaders(self) -> None:
         """Puts on the parameters what loaders look for there; a copied parameter comes without it."""
+        loader = self.weight_loader  # one bound method for all of them
         for name in self._loadable:
-            getattr(self, name).weight_loader = self.weight_loader
+            getattr(self, name).weight_loader = loader
         for name in self._derived:
             getattr(self, name).weight_loader_numel = 0
 
@@ -393,18 +375,13 @@ class MegaMoEWeights(nn.Module):
         if self.globals is not None:
             self.globals.fresh |= arrived.globals
 
-    def _fresh_by_bank(self, fresh: Sequence[Key]) -> list[tuple[Bank, list[tuple[int, str]]]]:
-        routed = [(slot, shard) for slot, shard in fresh if isinstance(slot, int)]
-        shared = [(0, shard) for slot, shard in fresh if slot == SHARED]
-        return [(bank, shards) for bank, shards in ((self.bank, routed), (self.shared_bank, shared)) if bank and shards]
+    def check_arrivals(self) -> list[Key]:
+        """The shards that finish has to judge; changes nothing. For finish.py, like the three that follow.
 
-    def _shard_name(self, bank: Bank) -> Any:
-        if bank is self.shared_bank:
-            return lambda slot, shard: f"shared expert {shard}"
-        logical = self.placement.logical_of_slot
-        return lambda slot, shard: f"expert {logical[slot]} (slot {slot}) {shard}"
-
-    def _check_globals(self, fresh: Sequence[Key]) -> None:
+        Raises:
+            ValueError: A shard or a scalar is missing.
+        """
+        fresh = self.arrivals.check(self.prefix, self.placement.logical_of_slot)
         if self.globals is not None:
             self.globals.check_arrivals(
                 {(self.placement.logical_of_slot[slot], shard) for slot, shard in fresh if isinstance(slot, int)},
@@ -412,13 +389,37 @@ class MegaMoEWeights(nn.Module):
                 first=not self.arrivals.has_finished,
                 layer=self.prefix,
             )
+        return fresh
+
+    def fresh_by_bank(self, fresh: Sequence[Key]) -> list[tuple[Bank, tuple[tuple[int, str], ...]]]:
+        """(bank, its fresh shards) of every bank that has some."""
+        routed, shared = _by_bank(tuple(fresh))
+        return [(bank, shards) for bank, shards in ((self.bank, routed), (self.shared_bank, shared)) if bank and shards]
+
+    def shard_name(self, bank: Bank) -> Callable[[int, str], str]:
+        """What to call a shard of a bank in a message."""
+        if bank is self.shared_bank:
+            return lambda slot, shard: f"shared expert {shard}"
+        logical = self.placement.logical_of_slot
+        return lambda slot, shard: f"expert {logical[slot]} (slot {slot}) {shard}"
+
+    def accept_arrivals(self, activation_scale: float | None) -> None:
+        """Derives what follows from the judged scalars, and closes the books.
+
+        Args:
+            activation_scale: NVFP4: the value that `l2_activation_scale` gets; None elsewhere.
+        """
+        if self.globals is not None and activation_scale is not None:
+            self._derive_globals(self.globals, activation_scale)
+        self.arrivals.clear()
+        self._forget_globals()
 
     def _forget_globals(self) -> None:
         if self.globals is not None:
             self.globals.fresh = 0
 
-    def _derive_globals(self, scales: GlobalScales) -> None:
-        value = scales.derive(self, self.placement.logical_of_slot)
+    def _derive_globals(self, scales: GlobalScales, value: float) -> None:
+        scales.derive(self, self.placement.logical_of_slot)
         if self._has_derived and value != self.l2_activation_scale_value:
             log_once(
                 logging.WARNING,
@@ -434,6 +435,18 @@ class MegaMoEWeights(nn.Module):
             f"format {self.bank.format.name} from source {self.bank.source.name}, "
             f"shared expert: {self.shared_decision.reason}"
         )
+
+
+@functools.lru_cache(maxsize=64)  # most loads bring every shard
+def _by_bank(fresh: tuple[Key, ...]) -> tuple[tuple[tuple[int, str], ...], tuple[tuple[int, str], ...]]:
+    """(slot, shard) of the routed experts, and of the shared expert, whose only slot is 0."""
+    routed = tuple((slot, shard) for slot, shard in fresh if isinstance(slot, int))
+    return routed, tuple((0, shard) for slot, shard in fresh if slot == SHARED)
+
+
+@functools.lru_cache(maxsize=256)
+def _as_dict(items: tuple[tuple[str, tuple[str, str]], ...]) -> dict[str, tuple[str, str]]:
+    return dict(items)
 
 
 @functools.cache

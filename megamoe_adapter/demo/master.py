@@ -19,7 +19,7 @@ from torch import nn
 from megamoe_adapter.models.families import build_causal_lm, is_mtp_name
 from megamoe_adapter.models.moe_block import dequantised, routing_of
 from megamoe_adapter.models.mtp import MtpDrafter
-from megamoe_adapter.requantize import quantize_block_fp8
+from megamoe_adapter.quantize import quantize_block_fp8
 
 Part = Literal["model", "draft"]
 

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from megamoe_adapter.experts import MegaMoEExperts
+from megamoe_adapter.finish import finish_layers
 
 Weights = Iterable[tuple[str, torch.Tensor]]
 
@@ -82,10 +83,8 @@ def load_whole(param: torch.Tensor, tensor: torch.Tensor, name: str) -> None:
 
 
 def finish_experts(model: nn.Module) -> None:
-    """Requantises what arrived for each layer's experts and checks that weights and scales came together."""
-    for module in model.modules():
-        if isinstance(module, MegaMoEExperts):
-            module.finish()
+    """Requantises what arrived for all layers' experts and checks that weights and scales came together."""
+    finish_layers(module for module in model.modules() if isinstance(module, MegaMoEExperts))
 
 
 def cold_load(model: Any, weights: Weights) -> None:

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megamoe_adapter import layout, requantize
+from megamoe_adapter import layout, quantize, requantize
 from megamoe_adapter.layout import GATE, UP, allocate_scale
 from megamoe_adapter.requantize import RoundingWarning, StagedShards, requantize_block_fp8, requantize_layer_
 
@@ -156,9 +156,9 @@ def test_bf16_is_rounded_once():
     x[1, :32] = torch.tensor([448.0, 449.0], dtype=torch.bfloat16).repeat(16)
     x[2, :32] = 2.0**-133  # the smallest bfloat16
     x[3, :32] = torch.finfo(torch.bfloat16).max
-    assert_codes(*requantize.quantize_mxfp8(x), oracle(x.float()))
-    via_block = requantize_block_fp8(*requantize.quantize_block_fp8(x[4:]))
-    once = mx_values(*requantize.quantize_mxfp8(x[4:])) - x[4:].double()
+    assert_codes(*quantize.quantize_mxfp8(x), oracle(x.float()))
+    via_block = requantize_block_fp8(*quantize.quantize_block_fp8(x[4:]))
+    once = mx_values(*quantize.quantize_mxfp8(x[4:])) - x[4:].double()
     assert once.norm() < (mx_values(*via_block) - x[4:].double()).norm()
 
 
@@ -200,7 +200,7 @@ def test_tiny_groups_beside_large_ones_keep_their_own_exponent():
 
 def test_relative_error_stays_below_three_percent():
     x = torch.randn(256, 512, generator=torch.Generator().manual_seed(0))
-    weight, scale = requantize.quantize_block_fp8(x)
+    weight, scale = quantize.quantize_block_fp8(x)
     real = weight.double() * expand(scale, 256, 512)
     error = mx_values(*requantize_block_fp8(weight, scale)) - real
     assert 0.01 < error.norm() / real.norm() < 0.03
@@ -210,11 +210,11 @@ def test_relative_error_stays_below_three_percent():
 def test_no_cast_sees_a_value_that_torch_versions_treat_differently(steps):
     """Torch up to 2.11 makes NaN of what exceeds 464, from 2.13 on 448: neither may ever be asked."""
     top = (torch.tensor([448.0]).view(torch.int32) + steps).view(torch.float32).expand(1, 32)
-    _, scale = requantize.quantize_mxfp8(top)
+    _, scale = quantize.quantize_mxfp8(top)
     assert top.max() / 2.0 ** (int(scale[0, 0]) - 127) <= 448
     for factor in (1.0, 0.77, 3e-38, 1e-45, 1e30):
         x = (top * factor).contiguous()
-        _, block = requantize.quantize_block_fp8(x)
+        _, block = quantize.quantize_block_fp8(x)
         assert x.max() / block[0, 0] < 449
 
 
@@ -224,7 +224,7 @@ def test_no_cast_sees_a_value_that_torch_versions_treat_differently(steps):
 def test_block_fp8_divides_by_the_peak_of_each_block_even_partial_ones():
     x = torch.randn(200, 300, generator=torch.Generator().manual_seed(5)).bfloat16()
     x[128:, 256:] = 0
-    weight, scale = requantize.quantize_block_fp8(x)
+    weight, scale = quantize.quantize_block_fp8(x)
     assert weight.shape == x.shape
     assert weight.is_contiguous()
     assert scale.shape == (2, 3)
@@ -240,16 +240,16 @@ def test_engine_and_trainer_make_the_same_block_fp8():
     x = torch.randn(200, 300, generator=torch.Generator().manual_seed(6)).bfloat16()
     x[:128, :128] = 0
     x[128:, :128] *= 1e-30
-    for ours, theirs in zip(requantize.quantize_block_fp8(x), quantize_block_fp8(x), strict=True):
+    for ours, theirs in zip(quantize.quantize_block_fp8(x), quantize_block_fp8(x), strict=True):
         assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float8_e8m0fnu])
 def test_coarse_ue8m0_scales_expand_without_a_change_of_value(dtype):
     coarse = torch.arange(100, 106, dtype=torch.uint8).view(2, 3).view(dtype)
-    fine = requantize.expand_scale_bytes(coarse, 256, 12)
+    fine = quantize.expand_scale_bytes(coarse, 256, 12)
     weight = random_codes(256, 384)
-    wide = requantize.ue8m0_to_float32(coarse)
+    wide = quantize.ue8m0_to_float32(coarse)
     assert torch.equal(mx_values(weight, fine), weight.double() * expand(wide, 256, 384).double())
     scale = allocate_scale(1, 256, 3)
     layout.write_packed_scales(scale, 0, None, fine)
@@ -259,13 +259,13 @@ def test_coarse_ue8m0_scales_expand_without_a_change_of_value(dtype):
 @pytest.mark.parametrize(("rows", "groups"), [(255, 12), (256, 10), (1, 12)])
 def test_scales_that_do_not_tile_are_refused(rows, groups):
     with pytest.raises(ValueError, match=rf"scale shape \(2, 3\) does not tile \({rows}, {groups}\)"):
-        requantize.expand_scale_bytes(torch.zeros(2, 3, dtype=torch.uint8), rows, groups)
+        quantize.expand_scale_bytes(torch.zeros(2, 3, dtype=torch.uint8), rows, groups)
     with pytest.raises(ValueError, match=r"UE8M0 scales must be uint8"):
-        requantize.expand_scale_bytes(torch.zeros(2, 3), 256, 12)
+        quantize.expand_scale_bytes(torch.zeros(2, 3), 256, 12)
 
 
 def test_every_ue8m0_byte_widens_to_its_power_of_two():
-    scale = requantize.ue8m0_to_float32(torch.arange(256, dtype=torch.uint8))
+    scale = quantize.ue8m0_to_float32(torch.arange(256, dtype=torch.uint8))
     assert scale[:255].double().tolist() == [2.0 ** (b - 127) for b in range(255)]
     assert math.isnan(scale[255])
 
@@ -289,7 +289,7 @@ def test_a_nan_code_is_refused(code):
         requantize_block_fp8(weight, random_scales(1, 1))
 
 
-@pytest.mark.parametrize("function", [requantize.quantize_mxfp8, requantize.quantize_block_fp8])
+@pytest.mark.parametrize("function", [quantize.quantize_mxfp8, quantize.quantize_block_fp8])
 def test_sources_that_fp8_cannot_hold_are_refused(function):
     for value in (math.nan, math.inf):
         x = torch.ones(2, 64, dtype=torch.bfloat16)

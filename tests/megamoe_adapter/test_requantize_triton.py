@@ -164,6 +164,58 @@ def case_a_fault_in_one_stack_leaves_all_of_them_alone(device):
             assert torch.equal(stack.scale, scale) == bool(fault)
 
 
+def case_layers_of_one_shape_are_one_launch(device):
+    """Two layers of two stacks each: two shapes. Every flag is at its shard's place, whatever launch it came from."""
+    from megamoe_adapter import requantize_triton
+
+    stacks, expected = (
+        [make_stack(where, halves, seed=seed) for seed in (0, 1) for halves in ((GATE, UP), (None,))]
+        for where in (device, "cpu")
+    )
+    assert len(requantize_triton._tables(stacks)) == 2
+    for each in (stacks, expected):
+        for stack in each:
+            stack.block_scale.fill_(0.5)
+        each[2].block_scale[1, 0, 0] = 0.75  # the second layer's w13, expert 1: the fifth of its shards after 6 others
+    flags = requantize_triton.inspect(stacks).tolist()
+    assert flags == [flag for stack in expected for flag in requantize.inspect_shards(stack)] + [0]
+    assert [index for index, flag in enumerate(flags) if flag] == [8]
+    requantize_without_faults(*stacks)
+    for stack, want in zip(stacks, expected, strict=True):
+        reference_(want)
+        assert_same(stack, want)
+
+
+def case_a_table_is_kept_until_an_address_or_the_choice_of_shards_changes(device):
+    from megamoe_adapter import requantize_triton
+
+    stack = make_stack(device, (GATE, UP))
+    first = requantize_triton._tables([stack])
+    again = StagedShards(stack.weight, stack.block_scale, stack.scale, list(stack.shards))
+    assert requantize_triton._tables([again]) is first
+    for changes in (
+        {"weight": stack.weight.clone()},
+        {"block_scale": stack.block_scale.clone()},
+        {"scale": to_device(stack.scale.clone(), device)},
+        {"shards": [(1, UP), (0, GATE)]},
+    ):
+        fields = {
+            "weight": stack.weight,
+            "block_scale": stack.block_scale,
+            "scale": stack.scale,
+            "shards": stack.shards,
+        }
+        other = StagedShards(**(fields | changes))
+        assert requantize_triton._tables([other]) is not first, changes.keys()
+        other.block_scale.fill_(0.5)
+        other.block_scale[1, 1, 0] = -1.0  # expert 1, up
+        want = [requantize.BAD_SCALE * (shard == (1, UP)) for shard in other.shards]
+        assert requantize_triton.inspect([other]).tolist() == [*want, requantize.BAD_SCALE]
+    for seed in range(requantize_triton.NUM_KEPT + 1):
+        requantize_triton._tables([make_stack(device, (None,), experts=1, shards=[(0, None)], seed=seed)])
+    assert len(requantize_triton._kept) <= requantize_triton.NUM_KEPT
+
+
 CASES = {name.removeprefix("case_"): run for name, run in list(globals().items()) if name.startswith("case_")}
 
 
