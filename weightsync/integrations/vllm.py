@@ -85,7 +85,7 @@ def _record_layouts_after_construction() -> None:
 
             from weightsync.reload.layouts import record_layouts
 
-            _leave_native_handles_alone()
+            _leave_out_what_is_no_part_of_a_model()
             watch_sleep(Worker)
             record_layouts(model)
         return result
@@ -118,19 +118,24 @@ def watch_sleep(worker_class: Any) -> None:
     worker_class.sleep, worker_class.wake_up = watched_sleep, watched_wake_up
 
 
-def _leave_native_handles_alone() -> None:
-    """Keeps reloads out of oneDNN handles, which vLLM's linear layers hold on a CPU.
+def _leave_out_what_is_no_part_of_a_model() -> None:
+    """Keeps reloads out of vLLM's configuration and of oneDNN handles, both of which its layers hold.
 
-    Such an object has a tensor with one pointer, and frees what that points to when it dies. A reload that kept the old
-    tensor and copied the new pointer into it would have the new matrix freed with the old object. Objects of built-in
-    types are no part of a model for `weightsync.reachable`, so the whole handle is replaced, as vLLM itself does it. No
-    captured graph can hold one: there are none on a CPU.
+    The configuration lists the attention layers of every model in the process, a draft model's too.
+
+    A handle, which linear layers hold on a CPU, has a tensor with one pointer, and frees what that points to when it
+    dies. A reload that kept the old tensor and copied the new pointer into it would have the new matrix freed with the
+    old object. So the whole handle is replaced, as vLLM itself does it. No captured graph can hold one: there are none
+    on a CPU.
     """
     from vllm import _custom_ops
+    from vllm.config import CompilationConfig, VllmConfig
 
-    handle = getattr(_custom_ops, "CPUDNNLGEMMHandler", None)
-    if handle is not None:
-        handle.__module__ = "builtins"
+    from weightsync.reachable import leave_out
+
+    for kind in (VllmConfig, CompilationConfig, getattr(_custom_ops, "CPUDNNLGEMMHandler", None)):
+        if kind is not None:
+            leave_out(kind)
 
 
 def _add_routes() -> None:

@@ -27,12 +27,14 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
+from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from weightsync import control
 from weightsync.control import Json, error_to_json
 from weightsync.errors import ProtocolError, ReloadError
 from weightsync.integrations.vllm import ASLEEP, BACKEND, check_version
+from weightsync.reachable import leave_modules_out
 from weightsync.worker.receiver import Receiver
 
 MODEL, DRAFT = "model", "draft"
@@ -158,8 +160,8 @@ class WeightSyncEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ign
         if worker is not None:
             self._worker = worker
             draft = getattr(worker.model_runner, "get_draft_model", lambda: None)()
-            if draft is not None and DRAFT not in self.receiver.targets:
-                self.receiver.targets[DRAFT] = draft
+            if draft is not None:
+                self._add_draft(draft)
         with self._as_while_loading():
             (rank,) = self.receiver.call(route, body, self._settings.gate_seconds)["ranks"]
         if route == control.CHECKER and "checksums" in rank:
@@ -167,10 +169,18 @@ class WeightSyncEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ign
         result: Json = rank
         return result
 
+    def _add_draft(self, draft: torch.nn.Module) -> None:
+        """Makes a draft model a target of its own, without the modules that vLLM lets it share with the target model."""
+        if DRAFT not in self.receiver.targets:
+            shared = set(self.receiver.targets[MODEL].modules()).intersection(draft.modules())
+            leave_modules_out(draft, shared)
+            self.receiver.targets[DRAFT] = draft
+
     @contextlib.contextmanager
     def _as_while_loading(self) -> Iterator[None]:
-        """What vLLM's own loader sets around loaders and post-load hooks."""
+        """What vLLM's own loader sets around loaders and post-load hooks; that all came is proved before, by name."""
         with contextlib.ExitStack() as stack:
+            stack.enter_context(disable_mtp_completeness_check())
             stack.enter_context(set_current_vllm_config(self.vllm_config))
             stack.enter_context(set_default_torch_dtype(self.vllm_config.model_config.dtype))
             if self.device.type != "cpu":
@@ -220,7 +230,7 @@ class WeightSyncEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ign
     def set_weight_update_target(self, model: torch.nn.Module, model_config: Any) -> None:
         """Adds the draft model as a target; a push names its targets itself."""
         super().set_weight_update_target(model, model_config)
-        self.receiver.targets.setdefault(DRAFT, model)
+        self._add_draft(model)
 
     def shutdown(self) -> None:
         """Ends any session and frees the transport; the model stays as it is."""
