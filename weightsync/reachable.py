@@ -141,6 +141,11 @@ def leave_modules_out(model: torch.nn.Module, modules: Iterable[torch.nn.Module]
     _surveys.pop(model, None)
 
 
+def modules_left_out(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """What `leave_modules_out` was told of a model."""
+    return list(_strangers.get(model, ()))
+
+
 def replace(model: torch.nn.Module, path: str, tensor: torch.Tensor) -> None:
     """Puts `tensor` at `path`, which must exist. Tuples, frozen sets and partials on the way are rebuilt or updated.
 

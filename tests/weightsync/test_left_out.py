@@ -1,7 +1,12 @@
 """What an engine declares to be no part of a model is not entered, and does not hide changes elsewhere."""
 
+import pytest
+import torch
 from torch import nn
 
+from weightsync.errors import LayoutError
+from weightsync.manifest import Manifest, ParamMeta
+from weightsync.plan.plan import plan_reload
 from weightsync.reachable import leave_modules_out, leave_out, python_state, walk
 from weightsync.survey import LEFT_OUT
 
@@ -36,3 +41,26 @@ def test_modules_of_another_model_are_left_out_of_one_model_alone():
     leave_modules_out(draft, [embedding])
     assert {slot.path for slot in walk(draft)} == {"layer.weight", "layer.bias"}
     assert [slot.path for slot in walk(target)] == ["embed.weight"]
+
+
+class Draft(nn.Module):
+    """Shares its target's embedding, and has a loader that writes there."""
+
+    def __init__(self, embedding):
+        super().__init__()
+        self.embed = embedding
+        self.layer = nn.Linear(2, 2, bias=False)
+
+    def load_weights(self, weights):
+        for name, tensor in weights:
+            (self.embed if name == "embed" else self.layer).weight.data.copy_(tensor)
+
+
+def test_a_name_that_writes_a_module_of_another_model_is_refused():
+    draft = Draft(nn.Embedding(3, 2))
+    leave_modules_out(draft, [draft.embed])
+    layer, embed = ("layer", torch.float32, (2, 2)), ("embed", torch.float32, (3, 2))
+    plan = plan_reload(draft, Manifest((ParamMeta(*layer),)))
+    assert [destination.path for destination in plan.destinations] == ["layer.weight"]
+    with pytest.raises(LayoutError, match=r"embed: its loader writes a Embedding that belongs to another model"):
+        plan_reload(draft, Manifest((ParamMeta(*layer), ParamMeta(*embed))))

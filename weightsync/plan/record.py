@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import fnmatch
 import gc
+import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -34,7 +35,7 @@ from weightsync.plan.regions import Region
 from weightsync.plan.side_effects import Watch
 from weightsync.plan.tally import overlaps
 from weightsync.plan.writes import Claim, Destination, NamePlan, Write, layout_text
-from weightsync.reachable import PythonState, Slot, walk
+from weightsync.reachable import PythonState, Slot, modules_left_out, walk
 
 Casts = Literal["refuse", "allow"]
 _KIND_ORDER = {"parameter": 0, "buffer": 1, "attribute": 2}
@@ -127,6 +128,7 @@ def _dry_run(
             ledger.begin(None)
         held = _held(ledger)
         _note_new_tensors(model, slots, ledger)
+        _refuse_strangers(model, ledger)
     finally:
         state.restore()
         ledger.close()
@@ -213,6 +215,18 @@ def _note_new_tensors(model: torch.nn.Module, before: list[Slot], ledger: Ledger
                              region.shape, region.strides, region.itemsize)  # fmt: skip
             same = slot.tensor.stride() == known.tensor.stride()
             ledger.add_claim(Claim(tuple(sorted(writers)), index, shifted if same else base, None))
+
+
+def _refuse_strangers(model: torch.nn.Module, ledger: Ledger) -> None:
+    """Names that write a module that was left out of this model: the one that it belongs to is loaded by itself."""
+    for module in modules_left_out(model):
+        for tensor in itertools.chain(module.parameters(), module.buffers()):
+            for names, _ in ledger.claims_elsewhere(tensor):
+                ledger.refuse(
+                    names,
+                    f"its loader writes a {type(module).__name__} that belongs to another model, which this one shares "
+                    "it with; leave the name out here, and send the tensor to that model",
+                )
 
 
 def _conclude(run: Examination, held: frozenset[str]) -> Recording:
