@@ -9,7 +9,7 @@ A message is a bucket and its seal: the update's nonce, stream, number and lengt
 been sent something else than the schedule says, and refuses it before a byte of it is replayed. The schedule follows
 from what the handshake agreed (`streams.schedule`), so no message announces the next.
 
-The group stands on a TCPStore of its own (`groups.py`). Every wait has the connection's deadline. When one side gives
+The group stands on a store of its own (`groups.py`). Every wait has the connection's deadline. When one side gives
 up it leaves the group, which the other sees at once (gloo) or within its deadline (NCCL); a group that failed is
 never used again.
 
@@ -31,7 +31,7 @@ from weightsync.control import Json, from_ranges, to_ranges
 from weightsync.errors import ProtocolError, TransportError
 from weightsync.transport.base import Feed, Link, Mine, Post, Progress, Sender, byte_view, select, take, take_int
 from weightsync.transport.buckets import ALIGNMENT, Bucket, Chunk
-from weightsync.transport.groups import TRAINER_RANK, Group, JoinGroup, Work, host_store, join_store
+from weightsync.transport.groups import TRAINER_RANK, Group, Work
 from weightsync.transport.streams import EVERYONE, Step, schedule, stream_cap, streams_of
 
 NUM_SLOTS = 2
@@ -119,7 +119,7 @@ class CollectiveSender(Sender):
 
     Args:
         transport: `"gloo"` or `"nccl"`.
-        join: Makes the group.
+        kind: The group's class.
         host: Address under which the receivers reach this process.
         feeds: Target -> tensors.
         bucket_bytes: Hard cap of a bucket.
@@ -130,7 +130,7 @@ class CollectiveSender(Sender):
     def __init__(
         self,
         transport: str,
-        join: JoinGroup,
+        kind: type[Group],
         host: str,
         feeds: Mapping[str, Feed],
         bucket_bytes: int,
@@ -138,12 +138,13 @@ class CollectiveSender(Sender):
         deadline_seconds: float,
     ) -> None:
         self.transport = transport
-        self._join, self._host, self._device = join, host, device
+        self._kind, self._host, self._device = kind, host, device
         self._feeds = dict(feeds)
         self._bucket_bytes = bucket_bytes
         self._num_receivers = next(iter(self._feeds.values())).num_receivers
         self._name = secrets.token_hex(8)
-        self._store = host_store(host, deadline_seconds)
+        self._token = secrets.token_hex(16)
+        self._store = kind.host_store(host, self._token, deadline_seconds)
         self._group: Group | None = None
         self._slots = _Slots(device, bucket_bytes, self._num_receivers)
         self._schedules: dict[tuple[str, tuple[str, ...] | None], _Schedule] = {}
@@ -156,6 +157,7 @@ class CollectiveSender(Sender):
             "transport": self.transport,
             "host": self._host,
             "port": self._store.port,
+            "token": self._token,
             "name": self._name,
             "receivers": self._num_receivers,
             "bucket_bytes": self._bucket_bytes,
@@ -169,7 +171,7 @@ class CollectiveSender(Sender):
     def connect(self, deadline_seconds: float) -> None:
         """See `Sender.connect`."""
         world = self._num_receivers + 1
-        self._group = self._join(self._store, TRAINER_RANK, world, self._host, deadline_seconds, self._device)
+        self._group = self._kind(self._store, TRAINER_RANK, world, self._host, deadline_seconds, self._device)
 
     def send(self, target: str, names: Sequence[str] | None, post: Post, progress: Progress) -> int:
         """See `Sender.send`."""
@@ -283,6 +285,7 @@ class CollectiveSender(Sender):
         group, self._group = self._group, None
         if group is not None:
             group.close()
+        self._kind.close_store(self._store)
         self._copies.clear()
         self._schedules.clear()
 
@@ -291,12 +294,12 @@ class CollectiveLink(Link):
     """The engine rank's half.
 
     Args:
-        join: Makes the group.
+        kind: The group's class.
         device: Where buckets are received.
     """
 
-    def __init__(self, join: JoinGroup, device: torch.device) -> None:
-        self._join, self._device = join, device
+    def __init__(self, kind: type[Group], device: torch.device) -> None:
+        self._kind, self._device = kind, device
         self._group: Group | None = None
         self._index = 0
         self._num_receivers = 0
@@ -310,6 +313,7 @@ class CollectiveLink(Link):
     def connect(self, offer: Json, own: Json, mine: Mapping[str, Mine], deadline_seconds: float) -> None:
         """See `Link.connect`."""
         host, port = str(take(offer, "host", str, "the offer")), take_int(offer, "port", "the offer", high=65536)
+        token = str(take(offer, "token", str, "the offer"))
         self._num_receivers = take_int(offer, "receivers", "the offer", low=1)
         self._bucket_bytes = take_int(offer, "bucket_bytes", "the offer", low=ALIGNMENT)
         self._index = take_int(own, "index", "the offer", high=self._num_receivers)
@@ -327,9 +331,9 @@ class CollectiveLink(Link):
         self._schedules.clear()
         self.close()
         self._slots = _Slots(self._device, self._bucket_bytes, self._num_receivers)
-        store = join_store(host, port, deadline_seconds)
+        store = self._kind.join_store(host, port, token, deadline_seconds)
         world = self._num_receivers + 1
-        self._group = self._join(store, self._index + 1, world, host, deadline_seconds, self._device)
+        self._group = self._kind(store, self._index + 1, world, host, deadline_seconds, self._device)
 
     def receive(
         self, target: str, names: Sequence[str] | None, data: Json, own: Json

@@ -1,8 +1,10 @@
 """Process groups of one connection: gloo between CPUs, NCCL between GPUs.
 
-`ProcessGroupGloo` and `ProcessGroupNCCL` are constructed directly on a TCPStore, so neither side's default process
-group is touched and both can be left without a word to anybody.
+`ProcessGroupGloo` and `ProcessGroupNCCL` are constructed directly on a store, so neither side's default process group
+is touched and both can be left without a word to anybody. Gloo has a store of ours (`rendezvous.py`), NCCL has torch's
+(`tcp_store.py`).
 
+    store = GlooGroup.host_store(host, token, deadline_seconds)            # rank 0; the others join_store
     group = GlooGroup(store, rank, world, host, deadline_seconds, torch.device("cpu"))
     group.wait(group.broadcast(buffer))
     group.close()
@@ -10,13 +12,8 @@ group is touched and both can be left without a word to anybody.
 
 from __future__ import annotations
 
-import atexit
-import contextlib
-import functools
 import socket
-import threading
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -24,42 +21,14 @@ import torch
 import torch.distributed
 
 from weightsync.errors import PeerFailed, TransportError, TransportTimeout
+from weightsync.transport.native_threads import in_native_thread, inside_native_code
+from weightsync.transport.rendezvous import HostedStore, RemoteStore
+from weightsync.transport.tcp_store import host_tcp_store, join_tcp_store
 
 TRAINER_RANK = 0
-_RETRY_SECONDS = 0.05
 Work = Any
 Store = Any
 dist: Any = torch.distributed  # what it has depends on how torch was built, and its stubs lack some of it
-
-
-def host_store(host: str, deadline_seconds: float) -> Store:
-    """The trainer's store, on a port that the system picks."""
-    return dist.TCPStore(host, 0, None, True, timedelta(seconds=deadline_seconds), False)
-
-
-def join_store(host: str, port: int, deadline_seconds: float) -> Store:
-    """An engine rank's connection to the trainer's store.
-
-    Raises:
-        TransportTimeout: It did not answer.
-    """
-    # A store's own retries go on past its timeout, so a port where nobody listens is found out here.
-    end = time.monotonic() + deadline_seconds
-    while True:
-        left = max(end - time.monotonic(), 0.001)
-        try:
-            socket.create_connection((host, port), timeout=left).close()
-            break
-        except OSError as error:
-            if time.monotonic() + _RETRY_SECONDS >= end:
-                raise TransportTimeout(
-                    f"the trainer's store at {host}:{port} did not answer in {deadline_seconds:g} s: {error}"
-                ) from error
-        time.sleep(_RETRY_SECONDS)
-    try:
-        return dist.TCPStore(host, port, None, False, timedelta(seconds=max(end - time.monotonic(), 0.001)), False)
-    except RuntimeError as error:
-        raise TransportTimeout(f"the trainer's store at {host}:{port} did not answer: {error}") from error
 
 
 class Group:
@@ -73,6 +42,40 @@ class Group:
     transport: str
     device: torch.device
     _group: Any
+
+    def __init__(
+        self, store: Store, rank: int, world: int, host: str, deadline_seconds: float, device: torch.device
+    ) -> None:
+        raise NotImplementedError
+
+    @staticmethod
+    def host_store(host: str, token: str, deadline_seconds: float) -> Store:
+        """The trainer's store, on a `port` that the system picks.
+
+        Args:
+            host: An address of this machine, under which the engine ranks reach it.
+            token: What a rank has to know to be served, where the store can ask for it.
+            deadline_seconds: Longest wait for a rank.
+
+        Raises:
+            TransportError: It cannot be made.
+        """
+        raise NotImplementedError
+
+    @staticmethod
+    def join_store(host: str, port: int, token: str, deadline_seconds: float) -> Store:
+        """An engine rank's connection to the trainer's store.
+
+        Raises:
+            TransportTimeout: It did not answer.
+            PeerFailed: Nobody listens there.
+            ProtocolError: Something else than the store of this trainer answers.
+        """
+        raise NotImplementedError
+
+    @staticmethod
+    def close_store(store: Store) -> None:
+        """Frees what a store holds; on the trainer's side, no rank can join any more. Idempotent."""
 
     def broadcast(self, buffer: torch.Tensor) -> Work:
         """Starts a broadcast from the trainer into every receiver's buffer."""
@@ -102,10 +105,6 @@ class Group:
         raise NotImplementedError
 
 
-# (store, rank, world, address of the trainer, deadline in seconds, device) -> Group
-JoinGroup = Callable[[Store, int, int, str, float, torch.device], Group]
-
-
 class GlooGroup(Group):
     """A gloo group over TCP.
 
@@ -114,9 +113,25 @@ class GlooGroup(Group):
 
     Raises:
         TransportTimeout: Not every rank came within the deadline.
+        PeerFailed: The trainer left before the group was complete.
     """
 
     transport = "gloo"
+
+    @staticmethod
+    def host_store(host: str, token: str, deadline_seconds: float) -> Store:
+        """See `Group.host_store`."""
+        return HostedStore(host, token, deadline_seconds)
+
+    @staticmethod
+    def join_store(host: str, port: int, token: str, deadline_seconds: float) -> Store:
+        """See `Group.join_store`."""
+        return RemoteStore(host, port, token, deadline_seconds)
+
+    @staticmethod
+    def close_store(store: Store) -> None:
+        """See `Group.close_store`."""
+        store.close()
 
     def __init__(
         self, store: Store, rank: int, world: int, host: str, deadline_seconds: float, device: torch.device
@@ -129,11 +144,11 @@ class GlooGroup(Group):
         address = host if rank == TRAINER_RANK else local_address(host)
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
         try:
-            self._group = dist.ProcessGroupGloo(store, rank, world, options)
-        except RuntimeError as error:
+            with inside_native_code():
+                self._group = dist.ProcessGroupGloo(store, rank, world, options)
+        except (RuntimeError, TransportTimeout) as error:  # ours comes back through gloo as it is
             raise TransportTimeout(f"not all of {world} ranks joined in {deadline_seconds:g} s: {error}") from error
         self._store = store
-        _join_leavers_at_exit()
 
     def wait(self, work: Work | None) -> None:
         """See `Group.wait`."""
@@ -147,41 +162,13 @@ class GlooGroup(Group):
             del work  # an error's traceback would keep it, and it keeps the sockets open
 
     def close(self) -> None:
-        """See `Group.close`. Gloo's destructor waits for operations under way, so it runs on a thread of its own.
-
-        The thread is joined when the interpreter ends: Python unwinds a daemon thread that wants the interpreter back
-        by then, and unwinding through a destructor ends the process.
-        """
+        """See `Group.close`. Gloo's destructor waits for operations under way, so it runs on a thread of its own."""
         group, self._group = self._group, None
         if group is None:
             return
         holder = [group]
         del group
-        thread = threading.Thread(target=_leave, args=(holder,), name="weightsync-leave-gloo", daemon=True)
-        _leavers.add(thread)
-        thread.start()
-
-
-_EXIT_SECONDS = 10.0  # how long the end of the interpreter waits for groups that are being left
-_leavers: set[threading.Thread] = set()
-
-
-def _leave(holder: list[Any]) -> None:
-    holder.clear()
-    _leavers.discard(threading.current_thread())
-
-
-@functools.cache
-def _join_leavers_at_exit() -> None:
-    """Once per process, before the first group can be left: what was registered later runs before it, and may close."""
-    atexit.register(_join_leavers)
-
-
-def _join_leavers() -> None:
-    end = time.monotonic() + _EXIT_SECONDS
-    for thread in list(_leavers):
-        with contextlib.suppress(RuntimeError):  # not started: nothing to wait for
-            thread.join(max(end - time.monotonic(), 0.0))
+        in_native_thread("weightsync-leave-gloo", holder.clear)
 
 
 class NcclGroup(Group):
@@ -197,6 +184,16 @@ class NcclGroup(Group):
 
     transport = "nccl"
     _POLL_SECONDS = 2e-5
+
+    @staticmethod
+    def host_store(host: str, token: str, deadline_seconds: float) -> Store:
+        """See `Group.host_store`; torch's store asks for no token."""
+        return host_tcp_store(host, deadline_seconds)
+
+    @staticmethod
+    def join_store(host: str, port: int, token: str, deadline_seconds: float) -> Store:
+        """See `Group.join_store`."""
+        return join_tcp_store(host, port, deadline_seconds)
 
     def __init__(
         self, store: Store, rank: int, world: int, host: str, deadline_seconds: float, device: torch.device
