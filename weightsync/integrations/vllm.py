@@ -86,11 +86,43 @@ def _record_layouts_after_construction() -> None:
             from weightsync.reload.layouts import record_layouts
 
             _leave_out_what_is_no_part_of_a_model()
+            _keep_scales_of_native_handles()
+            _declare_optional_scales(model)
             watch_sleep(Worker)
             record_layouts(model)
         return result
 
     loading.record_metadata_for_reloading = record_metadata_for_reloading
+
+
+def _keep_scales_of_native_handles() -> None:
+    """Lets oneDNN handles of quantised layers keep the scales that they were made with; they know their address alone.
+
+    In a reload those are a staged copy, which nobody else keeps: the layer's own scales stay where they are.
+    """
+    from vllm import _custom_ops
+
+    create = getattr(_custom_ops, "create_onednn_scaled_mm", None)
+    if create is None or hasattr(create, "__wrapped__"):
+        return
+
+    @functools.wraps(create)
+    def create_onednn_scaled_mm(weight: Any, weight_scales: Any, *args: Any, **kwargs: Any) -> Any:
+        handler = create(weight, weight_scales, *args, **kwargs)
+        handler.weightsync_scales = weight_scales.detach()
+        return handler
+
+    _custom_ops.create_onednn_scaled_mm = create_onednn_scaled_mm
+
+
+def _declare_optional_scales(model: Any) -> None:
+    """Marks attention scales, which quantised checkpoints may lack: vLLM then takes what construction put there."""
+    from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
+
+    for module in model.modules():
+        if isinstance(getattr(module, "quant_method", None), BaseKVCacheMethod):
+            for parameter in module.parameters(recurse=False):
+                parameter.weight_loader_optional = True
 
 
 def watch_sleep(worker_class: Any) -> None:

@@ -170,7 +170,7 @@ class WeightSyncEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ign
         return result
 
     def _add_draft(self, draft: torch.nn.Module) -> None:
-        """Makes a draft model a target of its own, without the modules that vLLM lets it share with the target model."""
+        """Makes a draft model a target of its own, without the modules that it shares with the target model."""
         if DRAFT not in self.receiver.targets:
             shared = set(self.receiver.targets[MODEL].modules()).intersection(draft.modules())
             leave_modules_out(draft, shared)

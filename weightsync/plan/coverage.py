@@ -7,7 +7,8 @@
     "left" twice       [ 2 2 | 1 1 | . . | 1 1 ]      counts above one are duplicated: both names are listed
 
 What counts as loadable: parameters, whole, unless they declare `weight_loader_numel = n` (0: derived, never loaded). A
-parameter whose only source has its own name may leave the rest as padding. Buffers and plain tensors need no source.
+parameter whose only source has its own name may leave the rest as padding; one that declares `weight_loader_optional`
+may have no source. Buffers and plain tensors need no source.
 Pure: takes and returns values.
 """
 
@@ -40,6 +41,7 @@ class Coverage:
         padding: Destination path -> bytes that its only source leaves as they are.
         derived: Parameters that declare `weight_loader_numel = 0`.
         untouched: Buffers and plain tensors that no name writes.
+        left_out: Optional parameters that no name writes.
     """
 
     missing: tuple[str, ...] = ()
@@ -49,6 +51,7 @@ class Coverage:
     padding: tuple[tuple[str, int], ...] = ()
     derived: tuple[str, ...] = ()
     untouched: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
 
 
 def prove(
@@ -57,6 +60,7 @@ def prove(
     *,
     scope: Scope = "full",
     unseen: frozenset[str] = frozenset(),
+    optional: frozenset[str] = frozenset(),
 ) -> Coverage:
     """Counts every byte of every destination.
 
@@ -67,6 +71,7 @@ def prove(
         scope: "full" makes unwritten loadable bytes missing; "partial" only forbids duplicates.
         unseen: Names whose loader was not seen to the end (it depends on values, or failed): the parameter of the same
             name is not missing on top of that.
+        optional: Paths of parameters that may have no source at all; one that is written in part is missing its rest.
     """
     by_storage: dict[int, list[Claim]] = defaultdict(list)
     for claim in claims:
@@ -82,6 +87,9 @@ def prove(
             duplicated.update(dict.fromkeys(extent.duplicated))
     findings = [_examine(d, extents.get(d.storage, []), by_storage.get(d.storage, [])) for d in destinations]
     vouched = {d.path for d in destinations if any(is_own_name(name, d) for name in unseen)}
+    may_lack = optional if scope == "full" else frozenset()
+    left_out = {f.destination.path for f in findings if f.destination.path in may_lack and not f.written_numel}
+    vouched |= left_out
     gaps = [f for f in findings if f.gaps and f.destination.path not in vouched] if scope == "full" else []
     return Coverage(
         missing=tuple(infer_names([(f.destination, f.gaps) for f in gaps], destinations, claims)),
@@ -97,6 +105,7 @@ def prove(
         untouched=tuple(
             f.destination.path for f in findings if f.destination.kind != "parameter" and not f.written_numel
         ),
+        left_out=tuple(f.destination.path for f in findings if f.destination.path in left_out),
     )
 
 

@@ -243,7 +243,11 @@ def _plan_from(
     """Proves coverage and makes the plan; raises for everything that is wrong, at once."""
     vague = {name for name, plan in recording.names.items() if plan.treatment == "value_dependent"}
     unseen = frozenset(vague | recording.refusals.keys())
-    coverage = prove(recording.destinations, recording.claims, scope=scope, unseen=unseen)
+    # What may be left out is as constructed only where loading starts from the recorded module.
+    optional = frozenset(
+        d.path for d in recording.destinations if d.is_optional and d.module in modes and modes[d.module].from_record
+    )
+    coverage = prove(recording.destinations, recording.claims, scope=scope, unseen=unseen, optional=optional)
     check_plan(recording, coverage)
     return ReloadPlan(
         manifest=manifest,

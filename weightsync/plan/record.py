@@ -170,7 +170,10 @@ def _destination(slot: Slot, storage: int, aliases: tuple[str, ...] = (), late: 
     tensor = slot.tensor
     numel = getattr(tensor, "weight_loader_numel", None)
     shape, region = tuple(tensor.shape), Region.of(tensor)
-    return Destination(slot.path, aliases, slot.module, slot.kind, shape, tensor.dtype, region, storage, numel, late)
+    is_optional = bool(getattr(tensor, "weight_loader_optional", False))
+    return Destination(
+        slot.path, aliases, slot.module, slot.kind, shape, tensor.dtype, region, storage, numel, late, is_optional
+    )
 
 
 def _held(ledger: Ledger) -> frozenset[str]:

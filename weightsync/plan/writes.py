@@ -36,6 +36,7 @@ class Destination:
         storage: Number of its storage; destinations with an equal number share bytes.
         loadable_numel: Declared `weight_loader_numel`: elements that the loaders write; None, not declared, means all.
         late: Whether it comes into being during the load, and has no bytes before.
+        is_optional: Declared `weight_loader_optional`: a checkpoint may lack it, whole; it is then as constructed.
     """
 
     path: str
@@ -48,6 +49,7 @@ class Destination:
     storage: int
     loadable_numel: int | None = None
     late: bool = False
+    is_optional: bool = False
 
     def __str__(self) -> str:
         return f"{self.path} {layout_text(self.dtype, self.shape)}"

@@ -14,6 +14,7 @@ What a model may say. All but the first three are optional extras to what vLLM m
 
     load_weights(weights)                     the model's loader; without one, names are parameter paths
     parameter.weight_loader_numel             elements that loaders write; 0: derived, never loaded
+    parameter.weight_loader_optional          a checkpoint may lack it; it is then as constructed (with a record)
     process_weights_after_loading(...)        post-load hook, of a module or of its `quant_method`
     supports_direct_reload = True             the live layout is the loaders' layout, before and after the hooks
     refresh_derived()                         recomputes in place what forward otherwise builds lazily

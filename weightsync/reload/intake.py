@@ -416,11 +416,22 @@ class Intake:
 
     # --- the end
 
-    def drain(self) -> None:
-        """Stages what is still held and finishes every unit that need not wait."""
+    def drain(self, left_out: Collection[str] = ()) -> None:
+        """Stages what is still held and finishes every unit that need not wait.
+
+        Args:
+            left_out: Paths of optional parameters that did not come. Where nothing of a unit came, it is staged all the
+                same: what was left out is as constructed, and hooks find it so.
+        """
         self.count()
         for step in self.schedule.drain():
             self._carry_out(step)
+        modules = {path.rpartition(".")[0] for path in left_out}
+        for unit in self.units:
+            if not modules.isdisjoint(unit.from_record) and not self.schedule.has_opened(unit.number):
+                self._open(unit.number)
+                if unit.number not in self._late:
+                    self._finish(unit.number)
 
     def close(self) -> None:
         """Drops everything staged and held."""

@@ -63,6 +63,10 @@ class Schedule:
         self._open.add(unit)
         self._late.update(late, (unit,))
 
+    def has_opened(self, unit: int) -> bool:
+        """Whether a unit is open, or is finished."""
+        return unit in self._open or unit in self._done
+
     @property
     def is_staging(self) -> bool:
         """Whether a unit is open that is not late."""

@@ -357,7 +357,7 @@ class ReloadSession:
         intake, runner = self._intake, self._runner
         self._prove_complete()
         with self._timed("hooks"):
-            intake.drain()
+            intake.drain(self.plan.coverage.left_out if self.plan is not None else ())
             for bound in intake.plans:
                 tell_replayed(bound, self.model, intake.received)
             if intake.received:
