@@ -106,6 +106,7 @@ class Hello:
         deadline_seconds: Longest silence that either side takes for life.
         formats: Scale and storage formats of the wire, by a name both sides know; compared where both sides give one.
         facts: A `Facts`, encoded.
+        casts: `"refuse"` or `"allow"`: whether loaders may change a tensor's dtype.
     """
 
     protocol: int
@@ -118,6 +119,7 @@ class Hello:
     deadline_seconds: float
     formats: dict[str, Any]
     facts: dict[str, Any]
+    casts: str = "refuse"
 
 
 @dataclass(frozen=True, slots=True)

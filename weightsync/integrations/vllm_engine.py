@@ -87,6 +87,7 @@ class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]  # vLLM is not ins
     deadline_seconds: float
     formats: dict[str, Any]
     facts: dict[str, Any]
+    casts: str = "refuse"
 
 
 @dataclass

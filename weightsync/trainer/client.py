@@ -140,6 +140,8 @@ class TrainerClient:
             between any two processes); `"shm"` and `"cuda_ipc"` are other names of two of them.
         mode: `"direct"` or `"layerwise"`.
         scope: `"full"`, or `"partial"` to push some of the model's tensors only.
+        casts: `"refuse"`: a tensor of another dtype than the engine keeps is an error that names it. `"allow"`: the
+            model's own loader casts it, name by name and slower; such names are counted in `PushReport.interpreted`.
         target: The engine's target that a single source feeds.
         bucket_bytes: Hard cap of a bucket; default 16 MiB from a CPU, 256 MiB from a GPU.
         deadline_seconds: Longest silence of a peer: one bucket on a collective, one whole update where memory
@@ -153,7 +155,7 @@ class TrainerClient:
     Raises:
         TypeError: The source is none.
         ProtocolError: There is no such transport.
-        ValueError: There is no such mode or scope, or no source.
+        ValueError: There is no such mode, scope or choice of casts, or no source.
     """
 
     def __init__(
@@ -164,6 +166,7 @@ class TrainerClient:
         transport: str = "auto",
         mode: str = "direct",
         scope: str = "full",
+        casts: str = "refuse",
         target: str = "model",
         bucket_bytes: int | None = None,
         deadline_seconds: float = 60.0,
@@ -187,6 +190,7 @@ class TrainerClient:
             host,
             None if device is None else torch.device(device),
             next((u for u in urls if isinstance(u, str)), None),
+            casts,
         )
         self._owned = [HttpEndpoint(u) if isinstance(u, str) else u for u in urls]
         self._group = EndpointGroup(self._owned)

@@ -32,7 +32,7 @@ class HandshakeOptions:
 
     Raises:
         ProtocolError: There is no such transport.
-        ValueError: There is no such mode or scope.
+        ValueError: There is no such mode, scope or choice of casts.
     """
 
     transport: str
@@ -44,12 +44,14 @@ class HandshakeOptions:
     host: str | None
     device: torch.device | None
     url: str | None
+    casts: str = "refuse"
 
     def __post_init__(self) -> None:
         check_name(self.transport)
         for option, value, known in (
             ("mode", self.mode, ("direct", "layerwise")),
             ("scope", self.scope, ("full", "partial")),
+            ("casts", self.casts, ("refuse", "allow")),
         ):
             if value not in known:
                 raise ValueError(f"{option} must be one of {', '.join(known)}, got {value!r}")
@@ -112,6 +114,7 @@ def shake_hands(
         deadline_seconds=options.deadline_seconds,
         formats=dict(options.formats),
         facts=control.encode(facts),
+        casts=options.casts,
     )
     answer = group.call(control.INIT, {"init_info": control.encode(hello)}, options.deadline_seconds)
     accepts = [control.decode(Accept, rank) for rank in answer["ranks"]]
@@ -187,21 +190,25 @@ def check_accepts(hello: Hello, manifests: Mapping[str, Manifest], accepts: Sequ
 def owners_of(
     manifest: Manifest, accepts: Sequence[Accept], targets: Sequence[TargetAccept]
 ) -> tuple[frozenset[int], ...]:
-    """Which receivers load each entry.
+    """Which receivers load each entry; entries with equal owners share one set.
 
     Raises:
         CoverageError: No rank of some engine loads a name or ignores it on purpose.
     """
     size = len(manifest)
-    owners: list[set[int]] = [set() for _ in range(size)]
-    taken: dict[str, set[int]] = {accept.engine: set() for accept in accepts}
+    # A bit per entry and receiver, a byte per entry and engine: sets would take gigabytes for 256 receivers.
+    masks = [0] * size
+    taken = {accept.engine: bytearray(size) for accept in accepts}
     for index, (accept, target) in enumerate(zip(accepts, targets, strict=True)):
-        owned = control.from_ranges(target.owned, size)
-        for entry in owned:
-            owners[entry].add(index)
-        taken[accept.engine].update(owned, control.from_ranges(target.ignored, size))
-    for engine, entries in taken.items():
-        if len(entries) < size:
-            names = [entry.name for index, entry in enumerate(manifest) if index not in entries]
+        mine = taken[accept.engine]
+        for entry in control.from_ranges(target.owned, size):
+            masks[entry] |= 1 << index
+            mine[entry] = 1
+        for entry in control.from_ranges(target.ignored, size):
+            mine[entry] = 1
+    for engine, mine in taken.items():
+        if 0 in mine:
+            names = [entry.name for index, entry in enumerate(manifest) if not mine[index]]
             raise CoverageError(f"no rank of engine {engine} takes these names", unexpected=names)
-    return tuple(map(frozenset, owners))
+    sets = {mask: frozenset(i for i in range(len(accepts)) if mask >> i & 1) for mask in set(masks)}
+    return tuple(sets[mask] for mask in masks)

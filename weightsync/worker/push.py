@@ -57,7 +57,12 @@ class TargetPlan:
     interpreted: tuple[str, ...]
 
 
-_ALLOWED = {"mode": ("direct", "layerwise"), "scope": ("full", "partial"), "rollback": ("none", "host", "device")}
+_ALLOWED = {
+    "mode": ("direct", "layerwise"),
+    "scope": ("full", "partial"),
+    "rollback": ("none", "host", "device"),
+    "casts": ("refuse", "allow"),
+}
 
 
 def _checked(name: str, value: str) -> Any:
@@ -67,14 +72,21 @@ def _checked(name: str, value: str) -> Any:
     return value
 
 
-def plan_target(model: nn.Module, manifest: Manifest, mode: str, scope: str, ignore: Sequence[str]) -> TargetPlan:
+def plan_target(
+    model: nn.Module, manifest: Manifest, mode: str, scope: str, ignore: Sequence[str], casts: str = "refuse"
+) -> TargetPlan:
     """Plans one target; free when nothing changed since the last time.
 
     Raises:
         CoverageError, LayoutError, ManifestError: The model and the manifest do not fit, with every name at fault.
     """
     plan = plan_reload(
-        model, manifest, mode=_checked("mode", mode), scope=_checked("scope", scope), ignore=tuple(ignore)
+        model,
+        manifest,
+        mode=_checked("mode", mode),
+        scope=_checked("scope", scope),
+        ignore=tuple(ignore),
+        casts=_checked("casts", casts),
     )
     treatment = {name: plan.names[name].treatment for name in manifest.by_name}
     indexed = list(enumerate(manifest))
@@ -104,6 +116,7 @@ class Push:
         rollback: Where old bytes are kept, see `start_reload`.
         ignore: Patterns of names to ignore.
         version: See above.
+        casts: `"refuse"` or `"allow"` changes of dtype by loaders.
 
     Raises:
         ReloadError: A session cannot be opened, or the version is not newer than the live one.
@@ -119,6 +132,7 @@ class Push:
         rollback: str,
         ignore: Sequence[str],
         version: int,
+        casts: str = "refuse",
     ) -> None:
         self.version = version
         self.bytes_loaded = 0
@@ -131,6 +145,7 @@ class Push:
             "rollback": _checked("rollback", rollback),
             "ignore": tuple(ignore),
             "version": version,
+            "casts": _checked("casts", casts),
         }
         try:
             for target, agreed in plans.items():
