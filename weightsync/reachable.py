@@ -12,7 +12,6 @@ and whoever puts a tensor back must reach all of them. Paths read like Python:
 
     for slot in walk(model): print(slot.path, slot.kind, slot.tensor.shape)
     replace(model, "layers.0.kernel.scales['w13']", tensor)
-    state = PythonState.capture(model); ...; state.restore()
 
 Not followed: weak references, dict keys, classes, and objects whose type belongs to torch, numpy, the standard library
 or this package (their internals are not the model's), except the containers named above; and what an engine leaves out
@@ -21,7 +20,6 @@ or this package (their internals are not the model's), except the containers nam
 
 from __future__ import annotations
 
-import array
 import collections
 import functools
 import sys
@@ -33,7 +31,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-import numpy as np
 import torch
 
 from weightsync.errors import LayoutError
@@ -41,18 +38,23 @@ from weightsync.survey import LEFT_OUT, Survey
 
 Kind = Literal["parameter", "buffer", "attribute"]
 
-_REGISTRIES = ("_parameters", "_buffers", "_modules")
+REGISTRIES = ("_parameters", "_buffers", "_modules")
 # Dicts and sets that torch itself puts on every module, for hooks: nearly always empty, so an empty one is passed over.
-_TABLES = frozenset(
-    name
-    for name, value in vars(torch.nn.Module()).items()
-    if isinstance(value, (dict, set)) and name not in _REGISTRIES
+TABLES = frozenset(
+    name for name, value in vars(torch.nn.Module()).items() if isinstance(value, (dict, set)) and name not in REGISTRIES
 )
 _FOREIGN = frozenset(sys.stdlib_module_names) | {"torch", "numpy", "triton", "weightsync"}
-_CONTAINERS = (dict, list, tuple, set, frozenset, collections.deque, types.MappingProxyType)
+CONTAINERS = (dict, list, tuple, set, frozenset, collections.deque, types.MappingProxyType)
 # Standard-library types that only hold what a user put there.
-_PLAIN_HOLDERS = (types.SimpleNamespace, collections.UserDict, collections.UserList)
-_CALLABLES = (functools.partial, types.FunctionType, types.MethodType)
+_PLAIN_HOLDERS = (
+    types.SimpleNamespace,
+    collections.UserDict,
+    collections.UserList,
+    threading.Event,
+    weakref.WeakSet,
+    weakref.WeakKeyDictionary,
+)
+CALLABLES = (functools.partial, types.FunctionType, types.MethodType)
 _LEAVES = (str, bytes, int, float, complex, type(None), type, types.ModuleType, torch.dtype, torch.device, torch.Size)
 
 
@@ -87,7 +89,9 @@ class _Step(NamedTuple):
         return f".<{self.key}>" if self.how == "cell" else f".{self.key}"
 
 
-class _Found(NamedTuple):
+class Found(NamedTuple):
+    """What a walk came upon: a holder or a tensor, its path, the module that owns it, and a tensor's kind."""
+
     path: str
     module: str
     kind: Kind
@@ -100,7 +104,7 @@ def walk(model: torch.nn.Module) -> list[Slot]:
     A holder (module, container, helper object) is entered once, at the first path that reaches it, so cycles end. A
     tensor is listed at every place that holds it: tied parameters give two slots with the same `tensor`.
     """
-    return [_slot(found) for found in _visit(model) if isinstance(found.value, torch.Tensor)]
+    return [_slot(found) for found in visit(model) if isinstance(found.value, torch.Tensor)]
 
 
 def walk_module(module: torch.nn.Module, path: str) -> list[Slot]:
@@ -116,8 +120,8 @@ def walk_module(module: torch.nn.Module, path: str) -> list[Slot]:
 
 def holders(model: torch.nn.Module) -> list[Any]:
     """Every module and helper object in `model`, each once: what can have methods of its own."""
-    plain = (torch.Tensor, *_CONTAINERS, *_CALLABLES)
-    return [found.value for found in _visit(model) if not isinstance(found.value, plain)]
+    plain = (torch.Tensor, *CONTAINERS, *CALLABLES)
+    return [found.value for found in visit(model) if not isinstance(found.value, plain)]
 
 
 def leave_out(kind: type) -> None:
@@ -164,38 +168,7 @@ def replace(model: torch.nn.Module, path: str, tensor: torch.Tensor) -> None:
     raise LayoutError(f"{path}: every holder on the way is immutable, so no tensor can be put there", names=[path])
 
 
-class PythonState:
-    """A model's Python state, to be put back in place: attributes, containers, helper objects, closures, `.data`.
-
-    Tensors are captured by alias (storage, shape, strides), not by bytes: a restore undoes rebinding, not writing.
-
-        state = PythonState.capture(model)
-        try: model.load_weights(...)
-        finally: state.restore()
-    """
-
-    def __init__(self, entries: list[_Saved]) -> None:
-        self._entries = entries
-
-    @classmethod
-    def capture(cls, model: torch.nn.Module) -> PythonState:
-        """Remembers everything that `walk` can reach in `model`; costs references, no tensor memory."""
-        saved: dict[int, _Saved] = {}
-        for found in _visit(model):
-            if id(found.value) not in saved and type(found.value) not in _UNCHANGEABLE:
-                saved[id(found.value)] = _Saved(found.value)
-                for _, child in _children(found.value):
-                    if isinstance(child, _RAW) and id(child) not in saved:
-                        saved[id(child)] = _Saved(child)
-        return cls(list(saved.values()))
-
-    def restore(self) -> None:
-        """Puts the captured state back into the very same objects. May be called more than once."""
-        for entry in self._entries:
-            entry.restore()
-
-
-def _slot(found: _Found) -> Slot:
+def _slot(found: Found) -> Slot:
     return Slot(found.path, found.module, found.kind, found.value)
 
 
@@ -212,7 +185,7 @@ def python_state(model: torch.nn.Module) -> object | None:
     Tensors count by identity, everything else by value. Whether a tensor's bytes or address changed is not seen. None
     if something hangs on the model whose inside cannot be seen.
     """
-    _visit(model)
+    visit(model)
     pinned = _still.pinned.get(id(model))
     if pinned is not None:
         return pinned[1]
@@ -224,7 +197,7 @@ class _Still(threading.local):
     """What walks give in this thread while the caller changes nothing: id of a model -> (found, Python state)."""
 
     def __init__(self) -> None:
-        self.pinned: dict[int, tuple[list[_Found], object | None]] = {}
+        self.pinned: dict[int, tuple[list[Found], object | None]] = {}
 
 
 _still = _Still()
@@ -236,7 +209,7 @@ def standing_still(model: torch.nn.Module) -> Iterator[None]:
     if id(model) in _still.pinned:
         yield
         return
-    found = _visit(model)
+    found = visit(model)
     surveys = _surveys.get(model)
     _still.pinned[id(model)] = (found, surveys[0].state if surveys else None)
     try:
@@ -245,7 +218,7 @@ def standing_still(model: torch.nn.Module) -> Iterator[None]:
         del _still.pinned[id(model)]
 
 
-def _visit(model: torch.nn.Module) -> list[_Found]:
+def visit(model: torch.nn.Module) -> list[Found]:
     """Holders once, tensors at every place; by an earlier walk where nothing has changed since."""
     pinned = _still.pinned.get(id(model))
     if pinned is not None:
@@ -257,7 +230,7 @@ def _visit(model: torch.nn.Module) -> list[_Found]:
             surveys.insert(0, surveys.pop(index))
             return found
     found = list(_visit_anew(model))
-    survey = Survey(model, found, _children, tuple(_TABLES))
+    survey = Survey(model, found, children_of, tuple(TABLES))
     if survey.is_complete:
         surveys.insert(0, survey)
         del surveys[_NUM_SURVEYS:]
@@ -266,7 +239,7 @@ def _visit(model: torch.nn.Module) -> list[_Found]:
     return found
 
 
-def _visit_anew(model: torch.nn.Module) -> Iterator[_Found]:
+def _visit_anew(model: torch.nn.Module) -> Iterator[Found]:
     """A full walk: registered modules first so that they are found under their own paths."""
     modules: dict[int, tuple[str, torch.nn.Module]] = {id(m): ("", m) for m in _strangers.get(model, ())}
     queue = _registered(model, "", modules)
@@ -290,21 +263,21 @@ def _registered(
             continue
         known[id(node)] = (where, node)
         added.append((where, node))
-        children = [(_join(where, f".{name}"), child) for name, child in node._modules.items() if child is not None]
+        children = [(join_path(where, f".{name}"), child) for name, child in node._modules.items() if child is not None]
         stack.extend(reversed(children))
     return added
 
 
 def _visit_module(
     module: torch.nn.Module, path: str, seen: dict[int, Any], hidden: list[tuple[str, torch.nn.Module]]
-) -> Iterator[_Found]:
+) -> Iterator[Found]:
     """What belongs to one module. Other modules met on the way go to `hidden`, not into the result."""
     stack: list[tuple[str, Kind, Any]] = [(path, "attribute", module)]
     while stack:
         where, kind, node = stack.pop()
         is_tensor = isinstance(node, torch.Tensor)
         if is_tensor:
-            yield _Found(where, path, kind, node)
+            yield Found(where, path, kind, node)
         elif isinstance(node, torch.nn.Module) and node is not module:
             hidden.append((where, node))
             continue
@@ -312,25 +285,25 @@ def _visit_module(
             continue
         seen[id(node)] = node
         if not is_tensor:
-            yield _Found(where, path, kind, node)
+            yield Found(where, path, kind, node)
         below: list[tuple[str, Kind, Any]] = []
-        for step, child in _children(node):
-            if step.how != "module" and _is_reachable(child):
+        for step, child in children_of(node):
+            if step.how != "module" and is_reachable(child):
                 child_kind: Kind = step.how if step.how in ("parameter", "buffer") else "attribute"
-                below.append((_join(where, step.label()), child_kind, child))
+                below.append((join_path(where, step.label()), child_kind, child))
         stack.extend(reversed(below))
 
 
-def _is_reachable(value: Any) -> bool:
+def is_reachable(value: Any) -> bool:
     """Whether `value` is a tensor or can hold one."""
     if isinstance(value, _LEAVES) or type(value) in LEFT_OUT:
         return False
-    if isinstance(value, (torch.Tensor, torch.nn.Module, *_CONTAINERS, *_CALLABLES, *_PLAIN_HOLDERS)):
+    if isinstance(value, (torch.Tensor, torch.nn.Module, *CONTAINERS, *CALLABLES, *_PLAIN_HOLDERS)):
         return True
     return type(value).__module__.partition(".")[0] not in _FOREIGN
 
 
-def _children(node: Any) -> Iterator[tuple[_Step, Any]]:
+def children_of(node: Any) -> Iterator[tuple[_Step, Any]]:
     """What hangs on one holder, in a fixed order."""
     if isinstance(node, torch.nn.Module):
         yield from ((_Step("parameter", name), value) for name, value in node._parameters.items())
@@ -348,9 +321,9 @@ def _children(node: Any) -> Iterator[tuple[_Step, Any]]:
         yield from ((_Step("attribute", name), getattr(node, name)) for name in ("__self__", "__func__"))
     elif isinstance(node, types.FunctionType):
         yield from ((_Step("attribute", name), getattr(node, name)) for name in ("__defaults__", "__kwdefaults__"))
-        yield from ((_Step("cell", name), cell.cell_contents) for name, cell in _cells(node) if _is_set(cell))
-    passed_over = _TABLES if isinstance(node, torch.nn.Module) else frozenset()
-    for name, value in _attributes(node).items():
+        yield from ((_Step("cell", name), cell.cell_contents) for name, cell in cells_of(node) if is_set(cell))
+    passed_over = TABLES if isinstance(node, torch.nn.Module) else frozenset()
+    for name, value in attributes_of(node).items():
         if name not in passed_over or not _is_empty_table(value):
             yield _Step("attribute", name), value
 
@@ -362,11 +335,11 @@ def _is_empty_table(table: Any) -> bool:
     return not table
 
 
-def _attributes(node: Any) -> dict[str, Any]:
+def attributes_of(node: Any) -> dict[str, Any]:
     """Instance attributes, from `__dict__` and slots, without a module's registries."""
     if isinstance(node, types.MethodType):
         return {}
-    found = {name: value for name, value in getattr(node, "__dict__", {}).items() if name not in _REGISTRIES}
+    found = {name: value for name, value in getattr(node, "__dict__", {}).items() if name not in REGISTRIES}
     for descriptor in _slot_descriptors(type(node)):  # type: ignore[arg-type]
         try:
             found[descriptor.__name__] = descriptor.__get__(node)
@@ -386,11 +359,13 @@ def _slot_descriptors(cls: type) -> tuple[types.MemberDescriptorType, ...]:
     )
 
 
-def _cells(function: types.FunctionType) -> list[tuple[str, types.CellType]]:
+def cells_of(function: types.FunctionType) -> list[tuple[str, types.CellType]]:
+    """Names and cells of a function's closure."""
     return list(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
 
 
-def _is_set(cell: types.CellType) -> bool:
+def is_set(cell: types.CellType) -> bool:
+    """Whether a cell holds anything."""
     try:
         cell.cell_contents  # noqa: B018  # reading an empty cell raises, there is no other way to ask
     except ValueError:
@@ -398,17 +373,18 @@ def _is_set(cell: types.CellType) -> bool:
     return True
 
 
-def _join(path: str, label: str) -> str:
+def join_path(path: str, label: str) -> str:
+    """A path and the label of what is below it."""
     return path + label if path else label.removeprefix(".")
 
 
 def _find(node: Any, where: str, path: str) -> list[tuple[Any, _Step]] | None:
     """The holders from `node` down to `path`, following the path alone."""
-    for step, child in _children(node):
-        below = _join(where, step.label())
+    for step, child in children_of(node):
+        below = join_path(where, step.label())
         if below == path:
             return [(node, step)]
-        if path.startswith(below) and path[len(below)] in ".[{" and _is_reachable(child):
+        if path.startswith(below) and path[len(below)] in ".[{" and is_reachable(child):
             rest = _find(child, below, path)
             if rest is not None:
                 return [(node, step), *rest]
@@ -429,7 +405,7 @@ def _assign(node: Any, step: _Step, value: Any, path: str) -> Any:
     elif how == "module":
         node._modules[key] = value
     elif how == "cell":
-        dict(_cells(node))[key].cell_contents = value
+        dict(cells_of(node))[key].cell_contents = value
     elif how == "item":
         if isinstance(node, tuple):
             items = [value if index == key else item for index, item in enumerate(node)]
@@ -453,118 +429,3 @@ def _assign(node: Any, step: _Step, value: Any, path: str) -> Any:
     else:
         object.__setattr__(node, key, value)  # also past a frozen dataclass and nn.Module's own registration
     return None
-
-
-_RAW = (np.ndarray, bytearray, array.array)  # bytes outside of any tensor, which no walk enters
-_UNCHANGEABLE = (tuple, frozenset, types.MethodType, types.MappingProxyType)
-
-
-class _Saved:
-    """What one object held, and how to put it back into the same object."""
-
-    __slots__ = ("attributes", "contents", "node")
-
-    def __init__(self, node: Any) -> None:
-        self.node = node
-        self.attributes = _attributes(node)
-        self.contents = _contents(node)
-
-    def restore(self) -> None:
-        node = self.node
-        now = _attributes(node)
-        for name in now:
-            if name not in self.attributes:
-                object.__delattr__(node, name)
-        for name, value in self.attributes.items():
-            if name not in now or now[name] is not value:
-                object.__setattr__(node, name, value)
-        _put_contents(node, self.contents)
-
-
-def _contents(node: Any) -> Any:
-    """What an object holds besides attributes, as a shallow copy."""
-    if isinstance(node, torch.Tensor):
-        return node.data, node.requires_grad
-    if isinstance(node, torch.nn.Module):
-        own = node.__dict__
-        return [(name, table := own[name], table.copy() if table else None) for name in (*_REGISTRIES, *_TABLES)]
-    if isinstance(node, dict):
-        return dict(node)
-    if isinstance(node, (list, collections.deque)):
-        return list(node)
-    if isinstance(node, set):
-        return set(node)
-    if isinstance(node, (bytearray, array.array)):
-        return node[:]
-    if isinstance(node, np.ndarray):
-        return node.copy()
-    if isinstance(node, functools.partial):
-        return node.func, node.args, node.keywords
-    if isinstance(node, types.FunctionType):
-        cells = [(cell, cell.cell_contents) for _, cell in _cells(node) if _is_set(cell)]
-        return node.__defaults__, node.__kwdefaults__, cells
-    return None
-
-
-def _put_contents(node: Any, contents: Any) -> None:
-    if isinstance(node, torch.Tensor):
-        data, requires_grad = contents
-        if not _same_view(node, data):
-            node.data = data
-        if node.requires_grad != requires_grad:
-            node.requires_grad_(requires_grad)
-    elif isinstance(node, torch.nn.Module):
-        for name, table, items in contents:
-            if isinstance(table, set) or not items:
-                table.clear()
-                table.update(items or ())
-            else:
-                _refill(table, items)
-            if node.__dict__.get(name) is not table:
-                object.__setattr__(node, name, table)
-    elif isinstance(node, dict):
-        _refill(node, contents)
-    elif isinstance(node, (list, collections.deque)):
-        if len(node) != len(contents) or any(a is not b for a, b in zip(node, contents, strict=True)):
-            node.clear()
-            node.extend(contents)
-    elif isinstance(node, set):
-        if {id(item) for item in node} != {id(item) for item in contents}:
-            node.clear()
-            node.update(contents)
-    elif isinstance(node, (bytearray, array.array)):
-        if node != contents:
-            node[:] = contents
-    elif isinstance(node, np.ndarray):
-        if node.tobytes() != contents.tobytes():
-            np.copyto(node, contents)
-    elif isinstance(node, functools.partial):
-        if any(a is not b for a, b in zip((node.func, node.args, node.keywords), contents, strict=True)):
-            node.__setstate__((*contents, vars(node)))  # type: ignore[attr-defined]
-    elif isinstance(node, types.FunctionType):
-        node.__defaults__, node.__kwdefaults__, cells = contents
-        for cell, value in cells:
-            cell.cell_contents = value
-
-
-def _refill(registry: dict[Any, Any], items: dict[Any, Any]) -> None:
-    """Makes `registry` hold `items`, in their order, without touching it if it does already."""
-    same = len(registry) == len(items) and all(
-        key is kept and value is items[kept] for (key, value), kept in zip(registry.items(), items, strict=True)
-    )
-    if not same:
-        dict.clear(registry)
-        dict.update(registry, items)
-
-
-def _same_view(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Whether two tensors look at the same bytes in the same way."""
-    return (
-        left.dtype == right.dtype
-        and left.device == right.device
-        and left.shape == right.shape
-        and left.layout == right.layout
-        and (left.layout != torch.strided or left.stride() == right.stride())
-        and (left.layout != torch.strided or left.storage_offset() == right.storage_offset())
-        and (left.layout != torch.strided or left.untyped_storage()._cdata == right.untyped_storage()._cdata)
-    )

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from weightsync.errors import LayoutError
-from weightsync.reachable import PythonState, python_state, replace, walk, walk_module
+from weightsync.python_state import PythonState
+from weightsync.reachable import python_state, replace, walk, walk_module
 
 
 class Pair(NamedTuple):

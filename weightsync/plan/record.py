@@ -35,7 +35,8 @@ from weightsync.plan.regions import Region
 from weightsync.plan.side_effects import Watch
 from weightsync.plan.tally import overlaps
 from weightsync.plan.writes import Claim, Destination, NamePlan, Write, layout_text
-from weightsync.reachable import PythonState, Slot, modules_left_out, walk
+from weightsync.python_state import PythonState
+from weightsync.reachable import Slot, modules_left_out, walk
 
 Casts = Literal["refuse", "allow"]
 _KIND_ORDER = {"parameter": 0, "buffer": 1, "attribute": 2}

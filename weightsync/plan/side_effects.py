@@ -23,7 +23,7 @@ import torch
 
 from weightsync.plan.values import shallow
 from weightsync.plan.writes import Claim, Destination
-from weightsync.reachable import _Found, _visit
+from weightsync.reachable import Found, visit
 
 NUM_ALWAYS_COMPARED = 64  # holders; where more change, a name is compared with those near what it writes
 
@@ -41,15 +41,15 @@ class Watch:
 
     def __init__(self, model: torch.nn.Module, paths: Collection[str] | None = None) -> None:
         self.effects: dict[str, str] = {}
-        found = _visit(model)
+        found = visit(model)
         books = {entry.path for entry in found if callable(getattr(entry.value, "weights_replayed", None))}
-        first: dict[int, _Found] = {}
+        first: dict[int, Found] = {}
         for entry in found:
             if entry.module not in books and (paths is None or entry.path in paths):
                 first.setdefault(id(entry.value), entry)
         self._holders = list(first.values())
         self._rows = {id(entry.value): shallow(entry.value) for entry in self._holders}
-        self._by_module: dict[str, list[_Found]] = defaultdict(list)
+        self._by_module: dict[str, list[Found]] = defaultdict(list)
         for entry in self._holders:
             self._by_module[entry.module].append(entry)
         self._num_claims = 0
@@ -66,7 +66,7 @@ class Watch:
             claims: Every write so far.
             destinations: What those refer to.
         """
-        near: Iterable[_Found] = self._holders
+        near: Iterable[Found] = self._holders
         if len(self._holders) > NUM_ALWAYS_COMPARED:
             modules = {destinations[claim.destination].module for claim in claims[self._num_claims :]}
             near = [entry for module in modules for entry in self._by_module.get(module, ())]
@@ -82,7 +82,7 @@ class Watch:
             for name in writers or {n for c in claims for n in c.names}:
                 self.effects.setdefault(name, entry.path)
 
-    def _changed(self, holders: Iterable[_Found]) -> list[_Found]:
+    def _changed(self, holders: Iterable[Found]) -> list[Found]:
         changed = []
         for entry in holders:
             row = shallow(entry.value)

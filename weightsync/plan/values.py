@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from weightsync.reachable import _attributes, _children, _is_reachable, _join, _visit
+from weightsync.reachable import attributes_of, children_of, is_reachable, join_path, visit
 
 # What every module has of itself, and what a loader has no business with.
 _COMMON = frozenset(torch.nn.Module().__dict__) - {"training"}
@@ -47,7 +47,7 @@ def values_of(model: torch.nn.Module) -> tuple[Any, ...]:
     Equal at two moments unless a loader could tell these apart; a plain tensor in another's place with the same shape
     and dtype is no difference.
     """
-    found = _visit(model)
+    found = visit(model)
     numbers: dict[int, int] = {}
     for entry in found:
         if not isinstance(entry.value, torch.Tensor):
@@ -61,14 +61,14 @@ def values_of(model: torch.nn.Module) -> tuple[Any, ...]:
         is_module = isinstance(node, torch.nn.Module)
         if is_module:
             tables = [name for name in _COMMON if name[0] == "_" and node.__dict__.get(name)]
-            passed_over.extend(_join(path, f".{name}") for name in tables)
+            passed_over.extend(join_path(path, f".{name}") for name in tables)
         if id(node) in seen:
             rows.append((path, kind, _own(node)))
             continue
         seen.add(id(node))
         below = [
             (step.how, _leaf(step.key), _child(child, numbers))
-            for step, child in _children(node)
+            for step, child in children_of(node)
             if not is_module or step.how != "attribute" or not _is_common(step.key)
         ]
         if isinstance(node, (set, frozenset)):
@@ -82,7 +82,7 @@ def shallow(node: Any) -> Any:
     is_module = isinstance(node, torch.nn.Module)
     below = [
         (step.how, step.key if isinstance(step.key, (str, int)) else _leaf(step.key), _identity_or_leaf(child))
-        for step, child in _children(node)
+        for step, child in children_of(node)
         if not is_module or step.how != "attribute" or not (_is_common(step.key) or step.key in _SHADOWED)
     ]
     is_set = isinstance(node, (set, frozenset))
@@ -90,7 +90,7 @@ def shallow(node: Any) -> Any:
 
 
 def _identity_or_leaf(value: Any) -> Any:
-    return id(value) if isinstance(value, torch.Tensor) or _is_reachable(value) else _leaf(value)
+    return id(value) if isinstance(value, torch.Tensor) or is_reachable(value) else _leaf(value)
 
 
 def _is_common(name: Any) -> bool:
@@ -101,7 +101,7 @@ def _child(value: Any, numbers: dict[int, int]) -> Any:
     """What hangs on a holder: a value, or which row tells more of it."""
     if isinstance(value, torch.Tensor):
         return _layout(value)
-    if _is_reachable(value):
+    if is_reachable(value):
         return type(value), numbers.get(id(value))
     return _leaf(value)
 
@@ -168,8 +168,8 @@ def _contents(value: Any, inside: tuple[int, ...]) -> Any:
         return value.is_set()
     if isinstance(value, (argparse.Namespace, types.SimpleNamespace)):
         return tuple((name, _leaf(item, inside)) for name, item in vars(value).items())
-    if isinstance(value, (types.FunctionType, types.MethodType)) or _is_reachable(value):
-        return tuple((name, _leaf(item, inside)) for name, item in _attributes(value).items()) or id(value)
+    if isinstance(value, (types.FunctionType, types.MethodType)) or is_reachable(value):
+        return tuple((name, _leaf(item, inside)) for name, item in attributes_of(value).items()) or id(value)
     return id(value)
 
 

@@ -24,6 +24,7 @@ import torch
 from weightsync import reachable
 from weightsync.errors import LayoutError
 from weightsync.plan.loading import Loader
+from weightsync.python_state import PythonState
 from weightsync.reload.records import same_layout
 from weightsync.reload.scopes import ABSENT
 from weightsync.reload.state import state_of
@@ -41,11 +42,11 @@ def host_scalars(model: torch.nn.Module) -> dict[str, Any]:
     Objects within containers are left out: what a kernel is called with hangs on the module or its kernel object.
     """
     found: dict[str, Any] = {}
-    for holder in reachable._visit(model):
-        is_object = not isinstance(holder.value, (torch.Tensor, *reachable._CONTAINERS, *reachable._CALLABLES))
+    for holder in reachable.visit(model):
+        is_object = not isinstance(holder.value, (torch.Tensor, *reachable.CONTAINERS, *reachable.CALLABLES))
         if not is_object or (not isinstance(holder.value, torch.nn.Module) and not _is_attribute_path(holder.path)):
             continue
-        for name, value in reachable._attributes(holder.value).items():
+        for name, value in reachable.attributes_of(holder.value).items():
             if isinstance(value, (bool, int, float)) and name != "training":
                 found[f"{holder.path}.{name}" if holder.path else name] = value
     return found
@@ -95,7 +96,7 @@ def record_calls(model: torch.nn.Module, bound: BoundPlan) -> dict[str, list[tup
             entry = bound.entries[name]
             yield name, torch.empty(entry.shape, dtype=entry.dtype, device="meta")
 
-    state = reachable.PythonState.capture(model)
+    state = PythonState.capture(model)
     try:
         for module in modules:
             for parameter in module._parameters.values():

@@ -12,24 +12,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
 import torch
 
 from weightsync.errors import LayoutError, ReloadError, shown
-from weightsync.reachable import PythonState, Slot, walk, walk_module
+from weightsync.reachable import Slot, walk, walk_module
 from weightsync.reload.audit import LiveSlot, LiveTensors
 from weightsync.reload.journal import Journal
-from weightsync.reload.layerwise import Staging, ancestors
+from weightsync.reload.layerwise import Staging
 from weightsync.reload.observe import Index, TensorLog, assignments, index_of
 from weightsync.reload.partial import Partial, Unsent
 from weightsync.reload.post_load import Hook, HookGuards, activation_dtype, declares_direct
 from weightsync.reload.reconcile import keep_untouched, settle
-from weightsync.reload.records import COPY_BYTES, equal_bytes
-from weightsync.reload.scopes import Scope, Swap
+from weightsync.reload.records import equal_bytes
 from weightsync.reload.state import state_of
+from weightsync.reload.swap import Swap
+from weightsync.reload.trial import Again, Run, Trial, Undo, Wide, is_moved, judge, outcome_of
+from weightsync.reload.world import World
 
 
 class HookRunner:
@@ -74,9 +76,9 @@ class HookRunner:
         self.coming: Collection[str] | None = None
         self._guards = guards
         self._partial = partial
-        self._finished: set[str] = set()
-        self._are_cells_reset = False
-        self._lost: set[str] = set()  # tensors whose start value was too large to keep
+        self._world = World(model, modules)
+        self._assigned: dict[int, set[str]] = {}  # by `id` of the holder, over the whole session
+        self._processed: set[str] = set()  # modules whose own hooks have run
         self._inference = any(parameter.is_inference() for parameter in model.parameters())
 
     @property
@@ -121,20 +123,20 @@ class HookRunner:
             for path, staged in staging.tensors.items():
                 if path in self.loaded:
                     self.write(path, self.live.by_path[path].alias, staged)
-            self._finished.update(unit.modules)
             return None
         owners = {id(hook.owner) for hook in hooks}
         owned = [path for path, module in self.modules.items() if id(module) in owners]
-        paths = dict.fromkeys([*unit.modules, *(hook.path for hook in hooks), *owned])
+        below = [path for path in [*self._world.below(hooks), *owned] if path not in unit.modules]
+        paths = dict.fromkeys([*unit.modules, *(hook.path for hook in hooks), *below])
         own = unit.needs.union(paths)
         try:
-            self._run([staging], (), hooks, self.live.of_modules(paths), paths, own)
-        except _Wide as found:
+            self._run([staging], below, hooks, self.live.of_modules(paths), paths, own)
+        except Wide as found:
             return self._wait(found, hooks)
-        self._finished.update(unit.modules, (hook.path for hook in hooks))
+        self._processed.update(unit.modules, (hook.path for hook in hooks))
         return None
 
-    def _wait(self, found: _Wide, hooks: Sequence[Hook]) -> Staging:
+    def _wait(self, found: Wide, hooks: Sequence[Hook]) -> Staging:
         """Remembers that a unit's hooks have to wait for all data, and undoes what they did."""
         later = {id(hook) for hook in self.hooks[self.hooks.index(hooks[0]) :]}
         for hook in hooks:
@@ -162,19 +164,13 @@ class HookRunner:
         if self._partial is not None:
             self._partial.refuse_unfit(path for staging in stagings for path in staging.unit.modules)
         hooks = [hook for hook in self.hooks if not self._guards.has_run(hook) and self.applies(hook)]
-        left_alone = {path for staging in stagings for path in staging.unit.modules} | self._finished | set(interpreted)
-        records = state_of(self.model).records
-        hooked = {hook.path for hook in hooks}
-        scopes = [
-            list(records[module].scopes[1:])
-            for path, module in self.modules.items()
-            if module in records
-            and path not in left_alone
-            and not declares_direct(module)
-            and not hooked.isdisjoint(ancestors(path))
-        ]
+        left_alone = (
+            {path for staging in stagings for path in staging.unit.modules} | self._processed | set(interpreted)
+        )
+        below = [path for path in self._world.below(hooks) if path not in left_alone]
         if hooks or stagings or interpreted or self.ran or self._refreshes:
-            self._run(stagings, scopes, hooks, self.live.by_path, None)
+            self._run(stagings, below, hooks, self.live.by_path, None)
+        self._world.take_back_flags(self._assigned)
 
     @contextmanager
     def loading(self) -> Iterator[None]:
@@ -206,7 +202,7 @@ class HookRunner:
     def _run(
         self,
         stagings: Sequence[Staging],
-        scopes: Sequence[list[Scope]],
+        below: Collection[str],
         hooks: Sequence[Hook],
         before: Mapping[str, LiveSlot],
         paths: Iterable[str] | None,
@@ -214,101 +210,134 @@ class HookRunner:
     ) -> None:
         """Runs hooks and settles; once more if it shows that they did not find the model as a first load finds it.
 
-        A hook that only reads a buffer must find its live value; one that scales it in place must find the recorded
-        one, else every reload would scale it again. A number that hooks themselves set must be found as recorded too,
-        one that the engine set as it is. Which it is shows when they run, and is remembered.
+        Args:
+            stagings: Units that are staged.
+            below: Further modules that hooks find as recorded.
+            hooks: What to run.
+            before: Live tensors to settle.
+            paths: Modules to settle; None for all.
+            own: Modules that hooks may look into before all data is there; None for all.
         """
         state = state_of(self.model)
-        if hooks and not self._are_cells_reset:  # once: hooks of several modules may share one
-            self._are_cells_reset = True
-            for cell, recorded in state.cells:
-                cell.cell_contents = recorded
-        swaps = self._swaps(scopes)
-        all_swaps = [*(staging.swap for staging in stagings), *swaps]
-        suspects = self._suspects(all_swaps) if hooks else set()
-        counters = {path for swap in all_swaps for path in swap.kept_counters} - state.settings if hooks else set()
-        is_unknown = own is not None and any(hook.name not in state.reach for hook in hooks)
-        undo = _Undo(self.model, stagings) if suspects or counters or is_unknown else None
-        trial = _Trial(suspects, counters)
+        needs_world = any(not declares_direct(hook.module) for hook in hooks)
+        if needs_world:
+            self._world.show_flags()
+        swap = self._swap(below, stagings, Trial("known")) if needs_world else Swap([])
+        trial = Trial("known")
+        if needs_world:
+            trial = self._first_trial([*(staging.swap for staging in stagings), swap], below, stagings)
+        is_unknown = needs_world and any(hook.name not in state.known for hook in hooks)
+        undo = Undo(self.model, stagings) if is_unknown or trial.is_open else None
+        suspects = trial.suspects
         while True:
             try:
-                self._attempt(stagings, swaps, hooks, before, paths, trial, undo, own)
+                self._attempt(stagings, swap, hooks, before, paths, trial, undo, own)
                 break
-            except _Again as found:
+            except Again as found:
                 trial = found.trial
                 if undo is None:
-                    raise ReloadError(f"cannot run {shown([hook.name for hook in hooks])} a second time") from found
+                    raise ReloadError(
+                        f"{shown([hook.name for hook in hooks])} processed {found} for the first time; this is known "
+                        "now, so start again"
+                    ) from found
                 undo.restore()
                 self._guards.forget(hooks)
-                stagings = undo.staged_again()
-                swaps = self._swaps(scopes)
+                self._world.show_flags()
+                stagings = undo.staged_again(trial.shown, trial.left)
+                swap = self._swap(below, stagings, trial)
         state.harmless |= suspects - state.compounding
-        if own is not None:
-            for hook in hooks:
+        for hook in hooks:
+            state.known.add(hook.name)
+            if own is not None:
                 state.reach.setdefault(hook.name, frozenset())
         self.ran.extend(hook.name for hook in hooks if self._guards.has_run(hook))
 
-    def _swaps(self, scopes: Sequence[list[Scope]]) -> list[Swap]:
+    def _first_trial(self, swaps: Sequence[Swap], below: Collection[str], stagings: Sequence[Staging]) -> Trial:
+        """What is not as recorded and not known to be whose."""
         state = state_of(self.model)
-        return [Swap(own, new=state.compounding, counters=state.latches) for own in scopes]
+        mine = {*below, *(path for staging in stagings for path in staging.unit.from_record)}
+        outer = self._world.undecided(mine)
+        counters = {path for swap in swaps for path in swap.kept_counters} - state.settings
+        return Trial(
+            "live",
+            frozenset(self._suspects(swaps)),
+            frozenset({path for swap in swaps for path in swap.flags} - state.latches),
+            frozenset(counters.union(outer)),
+            frozenset(path for path, module in outer.items() if module not in mine),
+        )
+
+    def _swap(self, below: Collection[str], stagings: Sequence[Staging], trial: Trial) -> Swap:
+        state = state_of(self.model)
+        staged = {path for staging in stagings for path in staging.unit.from_record}
+        compounding = {*state.compounding, *trial.shown}
+        return Swap(
+            self._world.around(below, compounding, staged),
+            new=compounding,
+            counters={*state.latches, *trial.shown},
+            settings={*state.settings, *trial.left},
+        )
 
     def _attempt(
         self,
         stagings: Sequence[Staging],
-        swaps: Sequence[Swap],
+        swap: Swap,
         hooks: Sequence[Hook],
         before: Mapping[str, LiveSlot],
         paths: Iterable[str] | None,
-        trial: _Trial,
-        undo: _Undo | None,
+        trial: Trial,
+        undo: Undo | None,
         own: Collection[str] | None,
     ) -> None:
+        swaps = [*(staging.swap for staging in stagings), swap]
         made = {path: tensor for staging in stagings for path, tensor in staging.tensors.items()}
-        remade = {path: tensor for swap in swaps for path, tensor in swap.made().items()}
+        remade = swap.made()
         starts = {path: tensor.clone() for path, tensor in (remade | made).items() if path not in self.loaded}
+        outer = self._world.show(trial.shown)
+        parts: list[Staging | Swap] = [*stagings, swap, outer]
         installed: list[Staging | Swap] = []
-        parts: list[Staging | Swap] = [*stagings, *swaps]
-        all_swaps = [*(staging.swap for staging in stagings), *swaps]
         try:
             for part in parts:
                 installed.append(part)
                 part.install()
             unsent = self._unsent(made)
-            log, assigned = self._call(
-                hooks, self._refreshes if paths is None else [], index_of(made), unsent, all_swaps, undo
-            )
+            refreshes = self._refreshes if paths is None else []
+            log = TensorLog(self._live_index, index_of(remade | made), self._before_live_write(unsent, undo))
+            try:
+                assigned = self._call(hooks, refreshes, log, swaps)
+            except Exception as error:
+                if trial.flags and not trial.left:
+                    raise Again(trial.with_flags_left(), trial.flags) from error
+                raise
             if own is not None:
-                self._look_abroad(own, log, undo)
+                self._look_abroad(own, log, assigned, undo)
             self._refuse_processed_twice(unsent, log)
-            slots = None if paths is None else [s for path in paths for s in walk_module(self.modules[path], path)]
-            self._look_again(trial, log, walk(self.model) if slots is None else slots, all_swaps, assigned)
+            if trial.shows != "known" or paths is None:
+                self._judge(trial, log, self._slots(paths), [*swaps, outer], assigned, is_whole=paths is None)
 
             def is_new_value(path: str, tensor: torch.Tensor) -> bool:
                 start = starts.get(path)
                 unchanged = start is not None and equal_bytes(tensor, start)
                 return path in self.loaded or path in log.written_staged or not unchanged
 
-            for swap in all_swaps:
-                keep_untouched(swap, assigned, is_new_value)
-            slots = None if paths is None else [s for path in paths for s in walk_module(self.modules[path], path)]
-            settle(self.model, before, self.write, slots=slots)
+            for each in [*swaps, outer]:
+                keep_untouched(each, assigned, is_new_value)
+            settle(self.model, before, self.write, slots=self._slots(paths))
         except BaseException:
             for part in reversed(installed):
                 part.uninstall()
             raise
+        for holder, names in assigned.items():
+            self._assigned.setdefault(holder, set()).update(names)
 
-    def _call(
-        self,
-        hooks: Sequence[Hook],
-        refreshes: Iterable[Callable[[], object]],
-        staged: Index,
-        unsent: Mapping[str, Unsent],
-        swaps: Sequence[Swap],
-        undo: _Undo | None,
-    ) -> tuple[TensorLog, dict[int, set[str]]]:
-        """Runs the hooks under observation."""
+    def _slots(self, paths: Iterable[str] | None) -> list[Slot]:
+        if paths is None:
+            return walk(self.model)
+        return [slot for path in paths for slot in walk_module(self.modules[path], path)]
 
-        def before_live_write(path: str, tensor: torch.Tensor) -> None:
+    def _before_live_write(
+        self, unsent: Mapping[str, Unsent], undo: Undo | None
+    ) -> Callable[[str, torch.Tensor], None]:
+        def before(path: str, tensor: torch.Tensor) -> None:
             if path in unsent:
                 unsent[path].keep(tensor)
                 return
@@ -316,9 +345,19 @@ class HookRunner:
                 undo.keep(tensor)
             self.about_to_write(tensor)
 
+        return before
+
+    def _call(
+        self,
+        hooks: Sequence[Hook],
+        refreshes: Iterable[Callable[[], object]],
+        log: TensorLog,
+        swaps: Sequence[Swap],
+    ) -> dict[int, set[str]]:
+        """Runs the hooks under observation; returns the names that they assigned, by `id` of the holder."""
         holders = [hook.module for hook in hooks] + [holder for swap in swaps for holder in swap.changed_holders()]
+        holders += self._world.flag_holders()
         dtype = activation_dtype(self.model)
-        log = TensorLog(self._live_index, staged, before_live_write)
         with self.loading(), log, assignments(holders) as assigned:
             self._guards.allow(hooks)
             for hook in hooks:
@@ -329,7 +368,7 @@ class HookRunner:
                     raise
             for refresh in refreshes:
                 refresh()
-        return log, assigned
+        return assigned
 
     def _unsent(self, made: Mapping[str, torch.Tensor]) -> dict[str, Unsent]:
         """Parameters of which not all is loaded, as they stand before the hooks."""
@@ -339,68 +378,66 @@ class HookRunner:
     def _suspects(self, swaps: Sequence[Swap]) -> set[str]:
         """Paths of tensors that are not loaded nor as recorded, of which it is not known what hooks do to them."""
         state = state_of(self.model)
-        kept = {path: pair for swap in swaps for path, pair in swap.kept().items()}
-        self._lost.update(path for path, (recorded, _) in kept.items() if not recorded.keeps_start)
         return {
             path
-            for path, (recorded, live) in kept.items()
+            for swap in swaps
+            for path, (recorded, live) in swap.kept().items()
             if path not in self.loaded and path not in state.harmless and not recorded.holds_start(live)
         }
 
-    def _look_abroad(self, own: Collection[str], log: TensorLog, undo: _Undo | None) -> None:
-        """Raises if hooks that ran early looked at something outside their unit that this session loads."""
+    def _look_abroad(
+        self, own: Collection[str], log: TensorLog, assigned: Mapping[int, set[str]], undo: Undo | None
+    ) -> None:
+        """Raises if hooks that ran early looked at what this session loads elsewhere, or changed anything there."""
         slots = [self.live.by_path[path].slot for path in log.read | log.written_live]
-        abroad = [slot for slot in slots if slot.module not in own and self._comes(slot)]
+        abroad = {
+            slot.module
+            for slot in slots
+            if slot.module not in own and (slot.path in log.written_live or self._comes(slot))
+        }
+        abroad |= self._world.newly_touched(assigned) - set(own)
         if abroad:
-            raise _Wide(frozenset(slot.module for slot in abroad), undo)
+            raise Wide(frozenset(abroad), undo)
 
     def _comes(self, slot: Slot) -> bool:
         if self.coming is None:
             return slot.kind == "parameter" or slot.path in self.loaded
         return slot.path in self.coming
 
-    def _look_again(
+    def _judge(
         self,
-        trial: _Trial,
+        trial: Trial,
         log: TensorLog,
         slots: Sequence[Slot],
         swaps: Sequence[Swap],
         assigned: Mapping[int, set[str]],
+        *,
+        is_whole: bool,
     ) -> None:
-        """Raises `_Again` if the hooks have to see other values, or it takes a run to tell whose a value is.
-
-        A number that is not as recorded is the hooks' own state (a latch), or a setting that changed since. So is a
-        tensor of one element that they read. Shown the recorded value, a hook sets its latch; a setting it only reads.
-        """
-        state = state_of(self.model)
-        suspects = trial.suspects
-        now = {slot.path: slot.tensor for slot in slots} if suspects or trial.scalars else {}
-        read = suspects & log.read
-        rebound = {path for path in read if now.get(path) is not self.live.by_path[path].slot.tensor}
-        found = (suspects & log.read_then_written) | rebound
-        touched = {path for swap in swaps for path in swap.touched(assigned)} if trial.is_second else set()
-        if trial.is_second:
-            only_read = {path for path in trial.scalars if path not in log.written_staged and path not in touched}
-            settings = trial.counters - touched
-            state.compounding -= only_read
-            state.harmless |= only_read
-            state.latches -= settings
-            state.settings |= settings
-            if only_read or settings:
-                raise _Again(_Trial(set(), set()))
-            return
-        scalars = {path for path in read - found if self.live.by_path[path].alias.numel() == 1}
-        if lost := sorted(found & self._lost):
-            raise LayoutError(
-                f"{shown(lost)}: a post-load hook computes it from its own value, which would happen again in every "
-                f"reload, and its value before the first load was not kept, since it is larger than {COPY_BYTES} "
-                "bytes; keep the unprocessed value under another name",
-                names=lost,
-            )
-        if found or scalars or trial.counters:
-            state.compounding |= found | scalars
-            state.latches |= trial.counters
-            raise _Again(_Trial(set(), trial.counters, scalars, is_second=True))
+        """Raises `Again` if the hooks have to see other values; see `trial.judge`."""
+        state, live = state_of(self.model), self.live.by_path
+        places = self._world.places if log.read or trial.suspects else {}
+        far: set[str] = set()
+        if (
+            is_whole and trial.shows != "recorded"
+        ):  # hooks of one unit that change something elsewhere wait for this run
+            now = {slot.path: slot.tensor for slot in slots}
+            shown_here = {path for swap in swaps for path in [*swap.kept(), *swap.made()]}
+            far = {
+                path
+                for path in (log.read & places.keys()) - shown_here - self.loaded - state.harmless
+                if path in log.read_then_written or is_moved(live[path], now.get(path))
+            }
+        suspects = trial.suspects | far
+        lost = {path for path in suspects if not self._world.keeps_start(path)}
+        needs_outcome = (
+            trial.shows == "recorded"
+            or trial.candidates
+            or any(live[path].alias.numel() == 1 for path in suspects & log.read)
+        )
+        touched = frozenset(path for swap in swaps for path in swap.touched(assigned))
+        outcome = outcome_of(log, slots, live, swaps) if needs_outcome else {}
+        judge(replace(trial, suspects=suspects), Run(log, slots, touched, outcome), state, live, lost)
 
     def _refuse_processed_twice(self, unsent: Mapping[str, Unsent], log: TensorLog) -> None:
         """Refuses a hook that changed parameters which hold its own earlier results."""
@@ -416,57 +453,3 @@ class HookRunner:
                 "hook may run over its own results. They are unchanged",
                 names=changed,
             )
-
-
-@dataclass(frozen=True, slots=True)
-class _Trial:
-    """What one run of hooks has to show.
-
-    Attributes:
-        suspects: Live tensors, not as recorded, that hooks may process.
-        counters: Names of numbers and lists, not as recorded, that hooks may own; shown as recorded in a second run.
-        scalars: Tensors of one element, likewise.
-        is_second: Whether this is the run that shows recorded values.
-    """
-
-    suspects: set[str]
-    counters: set[str]
-    scalars: set[str] = field(default_factory=set)
-    is_second: bool = False
-
-
-class _Again(Exception):  # a finding that makes `_run` try once more, not an error
-    """The hooks did not find the model as a first load would find it."""
-
-    def __init__(self, trial: _Trial) -> None:
-        super().__init__(shown(sorted(trial.counters | trial.scalars)))
-        self.trial = trial
-
-
-class _Wide(Exception):  # a finding that makes a unit wait, not an error
-    """Hooks of one unit looked into modules outside it."""
-
-    def __init__(self, modules: frozenset[str], undo: _Undo | None) -> None:
-        super().__init__(shown(sorted(modules)))
-        self.modules = modules
-        self.undo = undo
-
-
-class _Undo:
-    """What it takes to run hooks a second time: Python state, staged values, live bytes before they were written."""
-
-    def __init__(self, model: torch.nn.Module, stagings: Sequence[Staging]) -> None:
-        self._python = PythonState.capture(model)
-        self._stagings = [(staging, {p: t.clone() for p, t in staging.tensors.items()}) for staging in stagings]
-        self._live: list[tuple[torch.Tensor, torch.Tensor]] = []
-
-    def keep(self, live: torch.Tensor) -> None:
-        self._live.append((live, live.clone()))
-
-    def restore(self) -> None:
-        self._python.restore()
-        for live, old in reversed(self._live):
-            live.copy_(old)
-
-    def staged_again(self) -> list[Staging]:
-        return [staging.again(values) for staging, values in self._stagings]

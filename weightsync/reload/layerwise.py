@@ -25,8 +25,9 @@ from weightsync import reachable
 from weightsync.reload.layouts import ModuleMode
 from weightsync.reload.post_load import Hook, Stage
 from weightsync.reload.records import TensorLayout, layouts_of
-from weightsync.reload.scopes import Scope, Swap, scope_of
+from weightsync.reload.scopes import Scope, scope_of
 from weightsync.reload.state import state_of
+from weightsync.reload.swap import Swap
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +130,8 @@ class Staging:
         unit: What to stage.
         parameters: From `staged_parameters`.
         written: Paths that the session may write in these modules; those that are not parameters are staged too.
+        shown: Names and tensors to show as recorded, besides those that the model's state says.
+        left: Plain values to leave live, besides those that the model's state says.
 
     Attributes:
         unit: What is staged.
@@ -145,6 +148,8 @@ class Staging:
         unit: Unit,
         parameters: Mapping[str, Scope],
         written: Collection[str],
+        shown: Collection[str] = (),
+        left: Collection[str] = (),
     ) -> None:
         self.unit = unit
         self.was_interpreted = False
@@ -157,17 +162,16 @@ class Staging:
         for path in unit.modules:
             scopes.append(parameters[path])
             if path in unit.from_record:
-                scopes.extend(records[modules[path]].scopes[1:])
+                scopes.extend(records[modules[path]].besides_parameters)
             elif any(f"{path}.{name}".lstrip(".") in written for name in modules[path]._buffers):
                 scopes.append(_live_buffers(modules[path], path))
-        staged = {id(modules[path]) for path in unit.modules}
-        for hook in unit.hooks:  # latches of a hook whose module has no parameters to load, or which is itself a module
-            for holder in (hook.module, hook.owner):
-                if isinstance(holder, torch.nn.Module) and id(holder) not in staged and holder in records:
-                    staged.add(id(holder))
-                    scopes.extend(records[holder].scopes[1:])
         state = state_of(model)
-        self.swap = Swap(scopes, new={*written, *state.compounding}, counters=state.latches)
+        self.swap = Swap(
+            scopes,
+            new={*written, *state.compounding, *shown},
+            counters={*state.latches, *shown},
+            settings={*state.settings, *left},
+        )
         self.tensors = self.swap.made()
         self._deep = self._stage_deep(path for path in written if path not in self.tensors)
         storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in self._all()}
@@ -179,9 +183,17 @@ class Staging:
         self._written |= further
         self._deep |= self._stage_deep(further)
 
-    def again(self, loaded: Mapping[str, torch.Tensor]) -> Staging:
-        """A fresh staged copy of the same unit that holds the same loaded values."""
-        staging = Staging(self._model, self._modules, self.unit, self._parameters, self._written)
+    def again(
+        self, loaded: Mapping[str, torch.Tensor], shown: Collection[str] = (), left: Collection[str] = ()
+    ) -> Staging:
+        """A fresh staged copy of the same unit that holds the same loaded values.
+
+        Args:
+            loaded: Values by path.
+            shown: As for the constructor.
+            left: As for the constructor.
+        """
+        staging = Staging(self._model, self._modules, self.unit, self._parameters, self._written, shown, left)
         for path, value in loaded.items():
             staging.tensors[path].copy_(value)
         return staging

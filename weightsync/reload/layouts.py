@@ -24,29 +24,40 @@ import types
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
 
 from weightsync import reachable
 from weightsync.errors import LayoutError, shown
-from weightsync.reload.post_load import declares_direct, hooks_in_order, own_cells, recorded_hooks, set_latches
+from weightsync.reload.post_load import declares_direct, hooks_in_order, recorded_hooks, set_latches
 from weightsync.reload.records import TensorLayout, layouts_of
-from weightsync.reload.scopes import Registry, Scope, Swap, is_helper, scope_of
+from weightsync.reload.scopes import Scope, is_outer, only_tensors, scopes_on
 from weightsync.reload.state import state_of, unwrapped
+from weightsync.reload.swap import Swap
 
 Mode = Literal["direct", "layerwise"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ModuleRecord:
     """One module before its post-load hooks.
 
     Attributes:
-        scopes: Its parameters, its buffers, its attributes, and the attributes of helper objects that it holds.
+        scopes: Its parameters, its buffers, its attributes, and what the helper objects, functions and partials that it
+            holds have.
+        outer: What closures and calls hold, which others may hold too.
     """
 
     scopes: tuple[Scope, ...]
+    outer: tuple[Scope, ...] = ()
+
+    @cached_property
+    def besides_parameters(self) -> tuple[Scope, ...]:
+        """All but the parameters; of what is held outside only tensors."""
+        tensors = (only_tensors(scope) for scope in self.outer)
+        return (*self.scopes[1:], *(scope for scope in tensors if scope.values))
 
     @property
     def parameters(self) -> Mapping[str, Any]:
@@ -78,7 +89,7 @@ def modules_of(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
     """Every module that `walk` finds, registered or not, by path; parents first, the root is ""."""
     return {
         found.path: found.value
-        for found in reachable._visit(unwrapped(model))
+        for found in reachable.visit(unwrapped(model))
         if isinstance(found.value, torch.nn.Module)
     }
 
@@ -103,20 +114,28 @@ def record_layouts(model: torch.nn.Module) -> None:
         layouts = layouts_of(slot.tensor for slot in reachable.walk(model))
         records: dict[torch.nn.Module, list[Scope]] = {}
         modules = modules_of(model)
-        for found in reachable._visit(model):
-            owner = modules[found.module]
-            if found.value is owner:
-                registries: tuple[Registry, ...] = ("parameters", "buffers", "attributes")
-                records[owner] = [scope_of(owner, registry, found.path, layouts) for registry in registries]
-            elif is_helper(found.value):
-                records[owner].append(scope_of(found.value, "attributes", found.path, layouts))
-        state.records = {module: ModuleRecord(tuple(scopes)) for module, scopes in records.items()}
+        seen: set[int] = set()
+        for found in reachable.visit(model):
+            if id(found.value) not in seen:
+                seen.add(id(found.value))
+                records.setdefault(modules[found.module], []).extend(scopes_on(found.value, found.path, layouts))
         state.hooks = recorded_hooks(modules.items())
-        functions = [found.value for found in reachable._visit(model) if isinstance(found.value, types.FunctionType)]
-        functions += [m for hooks in state.hooks.values() for _, m in hooks if isinstance(m, types.FunctionType)]
-        state.cells = [pair for function in functions for pair in own_cells(function)]
+        for module, hooks in state.hooks.items():
+            for _, method in hooks:  # a hook's own closure, where no attribute leads to it
+                function = getattr(method, "__func__", method)
+                if isinstance(function, types.FunctionType) and id(function) not in seen:
+                    seen.add(id(function))
+                    records[module].extend(scopes_on(function, f"<{function.__qualname__}>", layouts))
+        state.records = {
+            module: ModuleRecord(
+                tuple(scope for scope in scopes if not is_outer(scope)),
+                tuple(scope for scope in scopes if is_outer(scope)),
+            )
+            for module, scopes in records.items()
+        }
         state.compounding.clear()
         state.reach.clear()
+        state.known.clear()
         state.harmless.clear()
         state.latches.clear()
         state.settings.clear()

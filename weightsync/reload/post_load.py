@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import dis
 import inspect
-import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -120,14 +119,6 @@ def hooks_in_order(modules: Iterable[tuple[str, torch.nn.Module]], recorded: Rec
     hooks = [h for path, module in modules for h in own_hooks(path, module, is_root=path == "", recorded=recorded)]
     inner_first = {id(hook): -hook.path.count(".") - bool(hook.path) for hook in hooks if hook.stage is Stage.MODEL}
     return sorted(hooks, key=lambda hook: (hook.stage, inner_first.get(id(hook), 0)))
-
-
-def own_cells(function: types.FunctionType) -> list[tuple[types.CellType, Any]]:
-    """Closure cells that a function sets itself (`nonlocal done`) and that hold a flag, a number or None; with that."""
-    stored = {step.argval for step in dis.get_instructions(function) if step.opname == "STORE_DEREF"}
-    names = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-    cells = [cell for name, cell in names if name in stored and cell != types.CellType()]
-    return [(cell, cell.cell_contents) for cell in cells if isinstance(cell.cell_contents, (int, float, type(None)))]
 
 
 def set_latches(hook: Hook) -> list[str]:

@@ -9,7 +9,7 @@ values and puts the live tensors back, inside new helper objects, containers and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableSequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,8 @@ from weightsync.errors import LayoutError, shown
 from weightsync.reachable import Slot, replace, walk
 from weightsync.reload.audit import LiveSlot, address
 from weightsync.reload.records import same_layout
-from weightsync.reload.scopes import ABSENT, Swap
+from weightsync.reload.scopes import ABSENT, tensors_in
+from weightsync.reload.swap import Swap
 
 Write = Callable[[str, torch.Tensor, torch.Tensor], None]
 _CONTAINERS = (list, tuple, dict, set)
@@ -98,13 +99,21 @@ def keep_untouched(
     """
     for scope, start, live in zip(swap.scopes, swap.start, swap.live, strict=True):
         now = scope.read()
+        if scope.registry == "items" and isinstance(scope.holder, MutableSequence) and len(now) != len(start):
+            continue  # positions have shifted, so all of it is the hook's
         touched = assigned.get(id(scope.holder), set()) if scope.registry == "attributes" else set()
-        final: dict[str, Any] = {}
+        final: dict[Any, Any] = {}
         for name in [*live, *(name for name in now if name not in live)]:
             value, first, old = now.get(name, ABSENT), start.get(name, ABSENT), live.get(name, ABSENT)
             keep = value is not first or name in touched or swap.is_changed(first)
-            if not keep and isinstance(value, torch.Tensor) and isinstance(old, torch.Tensor) and value is not old:
-                keep = is_new_value(scope.path_of(name), value)
+            if not keep and value is not old:
+                recorded, path = scope.values.get(name, ABSENT), scope.path_of(name)
+                pairs = zip(tensors_in(recorded, value), tensors_in(recorded, old), strict=True)
+                keep = any(
+                    is_new_value(path + rest, there)
+                    for (rest, _, there), (_, _, was) in pairs
+                    if isinstance(there, torch.Tensor) and isinstance(was, torch.Tensor) and there is not was
+                )
             chosen = value if keep else old
             if chosen is not ABSENT:
                 final[name] = chosen

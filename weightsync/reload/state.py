@@ -11,7 +11,6 @@ model starts without one.
 from __future__ import annotations
 
 import threading
-import types
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -40,7 +39,6 @@ class ModelState:
         newest_version: Newest version ever published; the next one must be greater.
         records: Layout of each module before its first post-load hook, from `record_layouts`.
         hooks: Post-load hooks as recorded: owner and method of each, by module.
-        cells: Closure cells that functions of the model set themselves, with their recorded values.
         last_manifest: Manifest of the last finished session, so that the next one need not be told.
         bound: The last plan bound to live tensors, reused while plan and addresses stay the same.
         compounding: Paths of tensors that are not loaded and that hooks were seen to process in place; hooks find their
@@ -49,6 +47,7 @@ class ModelState:
         latches: Names of numbers and lists that hooks set themselves; hooks find the recorded value.
         settings: Names of numbers and lists, not as recorded, that hooks do not set; hooks find the live value.
         reach: By name of a module-stage hook that ran: modules that it looked into, outside its own and those below.
+        known: Names of hooks that ran and were looked at.
         torn_by: What tore the model, for messages.
         gate: Handles of the forward pre-hook that refuses to serve.
     """
@@ -60,7 +59,6 @@ class ModelState:
     newest_version: int | None = None
     records: dict[torch.nn.Module, ModuleRecord] = field(default_factory=dict)
     hooks: Recorded = field(default_factory=dict)
-    cells: list[tuple[types.CellType, Any]] = field(default_factory=list)
     last_manifest: Manifest | None = None
     bound: BoundPlan | None = None
     compounding: set[str] = field(default_factory=set)
@@ -68,6 +66,7 @@ class ModelState:
     latches: set[str] = field(default_factory=set)
     settings: set[str] = field(default_factory=set)
     reach: dict[str, frozenset[str]] = field(default_factory=dict)
+    known: set[str] = field(default_factory=set)
     torn_by: str = ""
     gate: list[Any] = field(default_factory=list)
 

@@ -24,7 +24,8 @@ from weightsync.manifest import Manifest, ParamMeta
 from weightsync.plan.coverage import Scope as PlanScope
 from weightsync.plan.plan import ReloadPlan, plan_reload
 from weightsync.plan.record import Casts
-from weightsync.reachable import PythonState, standing_still
+from weightsync.python_state import PythonState
+from weightsync.reachable import standing_still
 from weightsync.reload.audit import LiveTensors
 from weightsync.reload.derived import (
     changed_scalars,

@@ -1,0 +1,205 @@
+"""What hooks must find as the first load's hooks found it, outside of the tensors that are staged for them.
+
+    the hooks' own modules and those below     all that was recorded there; what is loaded stays live
+    tensors known to compound, anywhere        their recorded value
+    flags, anywhere                            plain values that are not as recorded: latches, sets of done layers
+
+Flags are shown from the first hook of a session to its last, so that hooks which share one see each other, as they did
+in the first load. The rest belongs to one run. What closures hold counts as a flag only once it is known to be one: it
+may as well be somebody's log.
+
+    world = World(model, modules)
+    Swap(world.around(paths, compounding), new=compounding)
+    world.show_flags(); ...hooks...; world.take_back_flags(assigned)
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from weightsync.reload.layerwise import ancestors
+from weightsync.reload.layouts import ModuleRecord
+from weightsync.reload.post_load import Hook, declares_direct
+from weightsync.reload.reconcile import keep_untouched
+from weightsync.reload.scopes import (
+    ABSENT,
+    PLAIN,
+    Container,
+    Scope,
+    is_counter,
+    is_outer,
+    is_plain,
+    is_queue,
+    only,
+    same_plain,
+    tensors_in,
+)
+from weightsync.reload.state import state_of
+from weightsync.reload.swap import Swap
+
+
+class World:
+    """The recorded world of one model, for one session.
+
+    Modules that declare `supports_direct_reload` are left out: their hooks may run over their own results.
+
+    Args:
+        model: The model.
+        modules: Its modules by path.
+    """
+
+    def __init__(self, model: torch.nn.Module, modules: Mapping[str, torch.nn.Module]) -> None:
+        records = state_of(model).records
+        self._state = state_of(model)
+        self._records: dict[str, ModuleRecord] = {
+            path: records[module]
+            for path, module in modules.items()
+            if module in records and not declares_direct(module)
+        }
+        self._flags: Swap | None = None
+        self._owners: dict[int, str] = {}  # `id` of a flag's holder -> module
+        self._told: set[tuple[int, Any]] = set()
+
+    def below(self, hooks: Iterable[Hook]) -> list[str]:
+        """Paths of recorded modules that belong to hooks: theirs, and those below."""
+        owners = {hook.path for hook in hooks}
+        return [path for path in self._records if not owners.isdisjoint(ancestors(path))]
+
+    def around(self, paths: Iterable[str], compounding: Collection[str], staged: Collection[str] = ()) -> list[Scope]:
+        """What to swap besides staged tensors.
+
+        Args:
+            paths: Modules to show as recorded; parameters that a checkpoint fills stay live.
+            compounding: Paths of tensors that hooks process in place, wherever they are.
+            staged: Modules that are shown as recorded by their staged copies.
+        """
+        chosen = dict.fromkeys(path for path in paths if path in self._records)
+        scopes: list[Scope] = []
+        for path in chosen:
+            parameters = self._records[path].scopes[0]
+            derived = {name for name, value in parameters.values.items() if _is_derived(value)}
+            if derived:
+                scopes.append(only(parameters, derived))
+            scopes.extend(self._records[path].besides_parameters)
+        far: dict[int, tuple[Scope, set[Any]]] = {}
+        for path in compounding:
+            module, scope, name = self.places.get(path, ("", None, ""))
+            if scope is not None and module not in chosen and module not in staged:
+                far.setdefault(id(scope), (scope, set()))[1].add(name)
+        return scopes + [only(scope, names) for scope, names in far.values()]
+
+    @cached_property
+    def places(self) -> dict[str, tuple[str, Scope, Any]]:
+        """Module, scope and name of every recorded tensor, by path."""
+        return {
+            scope.path_of(name) + rest: (path, scope, name)
+            for path, record in self._records.items()
+            for scope in (record.scopes[0], *record.besides_parameters)
+            for name, value in scope.values.items()
+            for rest, _, _ in tensors_in(value, ABSENT)
+        }
+
+    def keeps_start(self, path: str) -> bool:
+        """Whether the recorded value of a tensor was kept."""
+        _, scope, name = self.places[path]
+        return all(layout.keeps_start for _, layout, _ in tensors_in(scope.values[name], ABSENT))
+
+    def show_flags(self) -> None:
+        """Lets hooks find what is known to be a flag as recorded, from now on; may be called again with more known."""
+        if self._flags is None:
+            self._flags = Swap([], counters=None)
+        for path, record in self._records.items():
+            found = list(_flags((*record.scopes, *record.outer), self._state.latches))
+            if found:
+                self._owners.update((id(scope.holder), path) for scope in found)
+                self._flags.add(found)
+
+    def undecided(self, modules: Collection[str]) -> dict[str, str]:
+        """Plain values, not as recorded, of which it is not known whether hooks need them.
+
+        Args:
+            modules: Those whose own values are looked after already; what closures and calls in them hold is not.
+
+        Returns:
+            Module by path of the value.
+        """
+        known = {*self._state.latches, *self._state.settings}
+        found: dict[str, str] = {}
+        for module, record in self._records.items():
+            scopes = record.outer if module in modules else (*record.scopes, *record.outer)
+            found.update((path, module) for path in _paths(_flags(scopes)) if path not in known)
+        return found
+
+    def show(self, paths: Collection[str]) -> Swap:
+        """A swap that shows such values as recorded for one run; the caller installs it."""
+        scopes = (s for r in self._records.values() for s in _flags((*r.scopes, *r.outer), paths)) if paths else ()
+        return Swap(scopes, counters=None)
+
+    def flag_holders(self) -> list[Any]:
+        """Objects whose attributes are shown as recorded."""
+        return self._flags.changed_holders() if self._flags is not None else []
+
+    def newly_touched(self, assigned: Mapping[int, set[str]]) -> set[str]:
+        """Modules whose flags were set since the last call."""
+        found = self._flags.touched_names(assigned) if self._flags is not None else []
+        now = {(id(scope.holder), name) for scope, names in found for name in names}
+        new, self._told = now - self._told, now
+        return {self._owners[holder] for holder, _ in new}
+
+    def take_back_flags(self, assigned: Mapping[int, set[str]]) -> None:
+        """Gives flags that no hook set their live values back."""
+        if self._flags is not None:
+            keep_untouched(self._flags, assigned, lambda path, tensor: False)
+            self._flags = None
+
+
+def _flags(scopes: Sequence[Scope], chosen: Collection[str] | None = None) -> Iterator[Scope]:
+    """Scopes over plain values that are not as recorded; all else in them stays live.
+
+    Args:
+        scopes: Where to look.
+        chosen: Paths to take; None for all.
+    """
+    pending = list(scopes)[::-1]
+    while pending:
+        scope = pending.pop()
+        now, values = scope.read(), {}
+        for name, value in scope.values.items():
+            there = now.get(name, ABSENT)
+            if not is_outer(scope) and is_counter(value) and is_counter(there):
+                continue  # engines count, too
+            if isinstance(value, Container) and value.is_mutable and type(there) is value.cls:
+                if not is_queue(value, there):
+                    pending.append(Scope(there, "items", scope.path_of(name), value.labelled()))
+            elif is_plain(value) and is_plain(there) and not same_plain(value, there):
+                values[name] = value
+        added = [name for name in now if name not in scope.values] if _may_hide(scope) else []
+        for name in added:
+            if isinstance(scope.holder, set) or isinstance(now[name], PLAIN):
+                values[name] = ABSENT
+        if chosen is not None:
+            values = {n: v for n, v in values.items() if scope.path_of(n) in chosen or scope.path in chosen}
+        if values:
+            yield replace(scope, values=values, is_partial=True)
+
+
+def _may_hide(scope: Scope) -> bool:
+    """Whether names that came up since are flags: items of containers, attributes of functions."""
+    return scope.registry == "items" or isinstance(scope.holder, types.FunctionType)
+
+
+def _paths(scopes: Iterable[Scope]) -> Iterator[str]:
+    """Paths of a container's items stand for the container, since a log grows."""
+    for scope in scopes:
+        yield from [scope.path] if scope.registry == "items" else [scope.path_of(name) for name in scope.values]
+
+
+def _is_derived(value: Any) -> bool:
+    """Whether a recorded parameter is one that no checkpoint fills."""
+    return getattr(value, "attributes", {}).get("weight_loader_numel") == 0
