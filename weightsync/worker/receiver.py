@@ -35,7 +35,6 @@ from weightsync.errors import ProtocolError, ReloadError, TransportError, Transp
 from weightsync.transport.base import Mine, missing_targets
 from weightsync.transport.choose import local_facts, make_link
 from weightsync.worker.gate import TORN, Gate
-from weightsync.worker.group import in_thread
 from weightsync.worker.push import Push, live_version, newest_version, plan_target, reload_state
 from weightsync.worker.session import Session, check_hello, read_manifests, target_accept
 
@@ -272,10 +271,9 @@ class Receiver:
             )
             if start.generation != session.generation:
                 self._connect(session, start, own)
-            with self._guard:
-                is_watched, session.is_watched = session.is_watched, True
-            if not is_watched:
-                in_thread(self._watch, session)
+            threading.Thread(
+                target=self._watch, args=(self._push, session), name="weightsync-watch", daemon=True
+            ).start()
         return {}
 
     def _check_plans(self, session: Session, own: Json) -> None:
@@ -440,44 +438,29 @@ class Receiver:
                 _log.warning("%s/%d gives up the push of version %d: %s", self.engine, self.rank, push.version, reason)
                 push.abort(reason)
         finally:
-            if session is not None:
-                session.ended.set()
-                if session.link is not None:
-                    session.link.close()
+            if session is not None and session.link is not None:
+                session.link.close()
             if self.state == "torn":
                 self._gate.shut(TORN)
             self._gate.open(UPDATING)
 
-    def _watch(self, session: Session) -> None:
-        """Aborts a push whose trainer is silent for longer than its deadline.
-
-        One thread sees to all pushes of a session: it ends with it, or when no push came for as long as a deadline.
-        """
+    def _watch(self, push: Push, session: Session) -> None:
+        """Aborts the push when its trainer is silent for longer than its deadline."""
         deadline = session.hello.deadline_seconds
-        was_idle = False
-        while not session.ended.is_set():
-            with self._guard:
-                push, is_busy = self._push, self._busy > 0
-                if push is None and was_idle:
-                    session.is_watched = False
-                    return
+        while self._push is push:
             left = deadline - session.silence()
-            if push is not None and left <= 0 and not is_busy:
-                self._give_up_silent(push, session)
+            with self._guard:
+                busy = self._busy > 0
+            if left <= 0 and not busy:
+                if self._turn.acquire(timeout=deadline):
+                    try:
+                        if self._push is push and not self._busy and session.silence() >= deadline:
+                            self._cancel(session, f"the trainer was silent for {deadline:g} s")
+                            self._drop(session.cancelled or "")
+                    finally:
+                        self._turn.release()
                 continue
-            was_idle = push is None
-            session.ended.wait(deadline if is_busy or push is None else max(left, 0.01))
-
-    def _give_up_silent(self, push: Push, session: Session) -> None:
-        deadline = session.hello.deadline_seconds
-        if not self._turn.acquire(timeout=deadline):
-            return
-        try:
-            if self._push is push and not self._busy and session.silence() >= deadline:
-                self._cancel(session, f"the trainer was silent for {deadline:g} s")
-                self._drop(session.cancelled or "")
-        finally:
-            self._turn.release()
+            push.ended.wait(deadline if busy else max(left, 0.01))
 
 
 def _device_of(models: Sequence[nn.Module] | Any) -> torch.device:

@@ -306,7 +306,7 @@ def test_of_many_threads_one_gets_the_session_and_is_unharmed(mode):
     barrier, sessions, refusals = threading.Barrier(8), [], []
 
     def compete():
-        barrier.wait(timeout=10)
+        barrier.wait(timeout=60)
         try:
             sessions.append(start_reload(model, mode=mode))
         except ReloadError as error:
@@ -316,7 +316,7 @@ def test_of_many_threads_one_gets_the_session_and_is_unharmed(mode):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=30)
+        thread.join(timeout=60)
     assert (len(sessions), len(refusals)) == (1, 7)
     assert all("open" in refusal for refusal in refusals)
     sessions[0].load_weights(weights(2))
