@@ -32,7 +32,7 @@ class HandshakeOptions:
 
     Raises:
         ProtocolError: There is no such transport.
-        ValueError: There is no such mode or scope.
+        ValueError: There is no such mode, scope or choice of casts.
     """
 
     transport: str
@@ -44,12 +44,14 @@ class HandshakeOptions:
     host: str | None
     device: torch.device | None
     url: str | None
+    casts: str = "refuse"
 
     def __post_init__(self) -> None:
         check_name(self.transport)
         for option, value, known in (
             ("mode", self.mode, ("direct", "layerwise")),
             ("scope", self.scope, ("full", "partial")),
+            ("casts", self.casts, ("refuse", "allow")),
         ):
             if value not in known:
                 raise ValueError(f"{option} must be one of {', '.join(known)}, got {value!r}")
@@ -112,6 +114,7 @@ def shake_hands(
         deadline_seconds=options.deadline_seconds,
         formats=dict(options.formats),
         facts=control.encode(facts),
+        casts=options.casts,
     )
     answer = group.call(control.INIT, {"init_info": control.encode(hello)}, options.deadline_seconds)
     accepts = [control.decode(Accept, rank) for rank in answer["ranks"]]
