@@ -10,8 +10,8 @@ been sent something else than the schedule says, and refuses it before a byte of
 from what the handshake agreed (`streams.schedule`), so no message announces the next.
 
 The group stands on a store of its own (`groups.py`). Every wait has the connection's deadline. When one side gives
-up it leaves the group, which the other sees at once (gloo) or within its deadline (NCCL); a group that failed is
-never used again.
+up it leaves the group, which the other sees at once (gloo, outside a broadcast) or within its deadline; the trainer
+also hears of it from the control call. A group that failed is never used again.
 
     sender = CollectiveSender("gloo", GlooGroup, host, feeds, bucket_bytes, torch.device("cpu"), deadline_seconds)
     link = CollectiveLink(GlooGroup, torch.device("cpu"))
@@ -186,9 +186,13 @@ class CollectiveSender(Sender):
         under_way: dict[tuple[int, int], Work] = {}
         sent = 0
 
+        def finish(key: tuple[int, int]) -> None:
+            # A rank that fails can't leave from inside a broadcast; what it says over the control call comes first.
+            group.wait(under_way.pop(key, None), pending.check if key[0] == EVERYONE else None)
+
         def claim(step: Step) -> None:
             pending.check()
-            group.wait(under_way.pop((step.stream, step.index % NUM_SLOTS), None))
+            finish((step.stream, step.index % NUM_SLOTS))
 
         def launch(step: Step) -> None:
             nonlocal sent
@@ -206,7 +210,7 @@ class CollectiveSender(Sender):
             self._pack(target, feed, plan, claim, launch)
             self.copied_bytes = sent
             for key in list(under_way):
-                group.wait(under_way.pop(key))
+                finish(key)
         finally:
             under_way.clear()  # works hold the sockets open, and an error's traceback holds this frame
         pending.wait()

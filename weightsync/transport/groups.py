@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import socket
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -26,6 +27,7 @@ from weightsync.transport.rendezvous import HostedStore, RemoteStore
 from weightsync.transport.tcp_store import host_tcp_store, join_tcp_store
 
 TRAINER_RANK = 0
+_SLICE = timedelta(seconds=0.05)
 Work = Any
 Store = Any
 dist: Any = torch.distributed  # what it has depends on how torch was built, and its stubs lack some of it
@@ -91,8 +93,13 @@ class Group:
         """Starts a receive from the trainer."""
         return self._group.recv([buffer], TRAINER_RANK, 0)
 
-    def wait(self, work: Work | None) -> None:
+    def wait(self, work: Work | None, meanwhile: Callable[[], None] | None = None) -> None:
         """Waits on the host until a work is done; None is done already.
+
+        Args:
+            work: What `broadcast`, `send` or `recv` gave.
+            meanwhile: Called now and then; raises where another channel knows that the wait is in vain. Gloo can be
+                asked so for a broadcast alone.
 
         Raises:
             TransportTimeout: The deadline passed.
@@ -150,12 +157,21 @@ class GlooGroup(Group):
             raise TransportTimeout(f"not all of {world} ranks joined in {deadline_seconds:g} s: {error}") from error
         self._store = store
 
-    def wait(self, work: Work | None) -> None:
+    def wait(self, work: Work | None, meanwhile: Callable[[], None] | None = None) -> None:
         """See `Group.wait`."""
         if work is None:
             return
+        end = time.monotonic() + self._timeout.total_seconds()
         try:
-            work.wait(self._timeout)
+            while meanwhile is not None and time.monotonic() < end:
+                try:
+                    work.wait(_SLICE)
+                    return
+                except RuntimeError:
+                    if work.is_completed():
+                        break  # failed: the wait below says how
+                meanwhile()
+            work.wait(timedelta(seconds=max(end - time.monotonic(), 0.001)))
         except RuntimeError as error:
             raise mapped_error(error, self._timeout.total_seconds()) from error
         finally:
@@ -211,12 +227,14 @@ class NcclGroup(Group):
             self.wait(self.broadcast(torch.zeros(1, dtype=torch.uint8, device=device)))
         self._store = store
 
-    def wait(self, work: Work | None) -> None:
+    def wait(self, work: Work | None, meanwhile: Callable[[], None] | None = None) -> None:
         """See `Group.wait`."""
         if work is None:
             return
         end = time.monotonic() + self._deadline_seconds
         while not work.is_completed():
+            if meanwhile is not None:
+                meanwhile()
             if time.monotonic() > end:
                 raise TransportTimeout(f"an NCCL operation did not end in {self._deadline_seconds:g} s: a peer is gone")
             time.sleep(self._POLL_SECONDS)

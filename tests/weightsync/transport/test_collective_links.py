@@ -13,7 +13,7 @@ from weightsync.manifest import Manifest
 from weightsync.transport.base import Feed, Mine, byte_view
 from weightsync.transport.buckets import Bucket
 from weightsync.transport.collective import CollectiveLink, CollectiveSender, check_seal, seal
-from weightsync.transport.groups import GlooGroup, local_address
+from weightsync.transport.groups import GlooGroup, NcclGroup, local_address
 from weightsync.transport.streams import EVERYONE, Step
 
 CPU = torch.device("cpu")
@@ -250,6 +250,67 @@ def test_a_silent_trainer_is_a_timeout_on_every_receiver():
     for error in (first, second):
         assert isinstance(error, TransportTimeout | PeerFailed), error
     sender.close()
+
+
+def pair():
+    """Two ranks of a gloo group, joined."""
+    store = GlooGroup.host_store("127.0.0.1", "secret", DEADLINE)
+    remote = GlooGroup.join_store("127.0.0.1", store.port, "secret", DEADLINE)
+    ranks = together(
+        lambda: GlooGroup(store, 0, 2, "127.0.0.1", DEADLINE, CPU),
+        lambda: GlooGroup(remote, 1, 2, "127.0.0.1", DEADLINE, CPU),
+    )
+    GlooGroup.close_store(store)
+    return ranks
+
+
+def test_a_wait_in_a_broadcast_ends_when_another_channel_knows_that_it_is_in_vain():
+    class ElsewhereError(Exception):
+        pass
+
+    asked = []
+
+    def meanwhile():
+        asked.append(len(asked))
+        if len(asked) == 2:
+            raise ElsewhereError
+
+    trainer, engine = pair()
+    buffer = torch.zeros(8)
+    work = engine.broadcast(buffer)
+    with pytest.raises(ElsewhereError):
+        engine.wait(work, meanwhile)
+    trainer.wait(trainer.broadcast(torch.ones(8)), meanwhile)
+    engine.wait(work, meanwhile)
+    assert buffer.tolist() == [1] * 8, "a wait that was given up leaves the work as it was"
+    for rank in (trainer, engine):
+        rank.close()
+
+
+def test_a_broadcast_that_fails_while_it_is_watched_says_how():
+    trainer, engine = pair()
+    work = engine.broadcast(torch.zeros(8))
+    trainer.close()
+    with pytest.raises(PeerFailed, match="a peer left"):
+        engine.wait(work, lambda: None)
+    engine.close()
+
+
+def test_nccl_is_watched_too():
+    class ElsewhereError(Exception):
+        pass
+
+    class Work:
+        def is_completed(self):
+            return False
+
+    def meanwhile():
+        raise ElsewhereError
+
+    group = NcclGroup.__new__(NcclGroup)
+    group._deadline_seconds = DEADLINE
+    with pytest.raises(ElsewhereError):
+        group.wait(Work(), meanwhile)
 
 
 def test_receivers_that_never_come_are_a_timeout():

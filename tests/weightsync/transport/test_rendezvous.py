@@ -15,6 +15,7 @@ from weightsync.errors import PeerFailed, ProtocolError, TransportError, Transpo
 from weightsync.transport import rendezvous
 from weightsync.transport.rendezvous import HostedStore, RemoteStore
 
+pytestmark = pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
 HOST, TOKEN, LONG, SHORT = "127.0.0.1", "secret", 30.0, 0.2
 
 
@@ -160,7 +161,9 @@ def test_a_key_that_nobody_sets_is_a_timeout(hosted, remote, side):
         store.get("never")
 
 
-def test_a_trainer_that_closes_is_heard_of_at_once_by_all_who_wait(hosted, remote):
+def test_a_trainer_that_closes_is_heard_of_by_all_who_wait_long_before_their_deadline(hosted, remote):
+    for store in (hosted, remote):
+        store.set_timeout(timedelta(hours=1))
     waiting = [in_thread(lambda store=store: store.get("never")) for store in (hosted, remote)]
     hosted.close()
     for result in waiting:
@@ -206,6 +209,7 @@ def test_a_peer_that_dies_in_its_answer_is_told_from_a_silent_one(fake):
     "data",
     [
         b"HTTP/1.1 400 Bad Request\r\n\r\n",
+        frame(b"{}", magic=b"WSKW"),
         frame(b"", num_bytes=1 << 30),
         frame(b"\x80\x04."),
         frame(b"[]"),
@@ -214,7 +218,7 @@ def test_a_peer_that_dies_in_its_answer_is_told_from_a_silent_one(fake):
         frame(b'{"error": {"type": "SystemExit", "message": "x"}}'),
         frame(b"[" * 100000),
     ],
-    ids=["http", "endless", "pickle", "list", "type", "field", "class", "nested"],
+    ids=["http", "magic", "endless", "pickle", "list", "type", "field", "class", "nested"],
 )
 def test_an_answer_that_is_none_is_a_protocol_error(fake, data):
     with pytest.raises(ProtocolError):
@@ -249,6 +253,7 @@ def request(op, **fields):
     [
         b"GET / HT",  # no more: what the store leaves unread when it hangs up would take its answer along
         frame(b"", num_bytes=(1 << 20) + 1),
+        frame(b"", magic=b"WSKW"),
         frame(b"{"),
         frame(b"7"),
         frame(b"{}"),
