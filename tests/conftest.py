@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,17 +18,31 @@ except ImportError:  # the environment that serves vLLM has none, and runs no pr
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
-if hypothesis is not None:  # the same examples in every run; `scripts/test --hypothesis-profile=search` looks for new ones
+if hypothesis is not None:
+    # The same examples in every run; `scripts/test --hypothesis-profile=search` looks for new ones.
     hypothesis.settings.register_profile("same", derandomize=True, deadline=None)
     hypothesis.settings.register_profile("search", deadline=None, max_examples=1000)
     hypothesis.settings.load_profile("same")
 
 
-@pytest.fixture(autouse=True)
-def same_random_numbers():
+def seed_all():
     """A test that fails for one seed in a hundred must fail here, not in somebody else's run."""
     torch.manual_seed(0)
     random.seed(0)
+    np.random.seed(0)
+
+
+@pytest.fixture(autouse=True)
+def same_random_numbers():
+    """Before every test, whatever ran before it in this process."""
+    seed_all()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_fixture_setup(fixturedef):
+    """What several tests share is made for the first of them that runs, before its own numbers are seeded."""
+    if fixturedef.scope != "function":
+        seed_all()
 
 
 @pytest.fixture(autouse=True)

@@ -36,9 +36,9 @@ def main(mode):
         ep_group._draw_address = draw_and_steal
     group = None
     if mode == "resolve":
-        group = ep_group.resolve_ep_group(2, backend="gloo", timeout=timedelta(seconds=20))
+        group = ep_group.resolve_ep_group(2, backend="gloo", timeout=timedelta(seconds=60))
     else:
-        started = ep_group.init_dist_from_mpi(backend="gloo", timeout=timedelta(seconds=5))
+        started = ep_group.init_dist_from_mpi(backend="gloo", timeout=timedelta(seconds=60))
         assert started is True
     total = torch.tensor([dist.get_rank() + 1.0])
     dist.all_reduce(total, group=group)

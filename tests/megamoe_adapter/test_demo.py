@@ -206,14 +206,14 @@ class ServedEngine:
         self.version = 0
 
     def info(self):
-        return httpx.get(f"{self.url}/weight_info", timeout=10, trust_env=False).json()
+        return httpx.get(f"{self.url}/weight_info", timeout=60, trust_env=False).json()
 
     def fingerprint(self):
         return Fingerprint.from_json(self.engine.fingerprint("model"))
 
     def push(self, source, **options):
         self.version += 1
-        client = weightsync.TrainerClient(source, self.url, deadline_seconds=20, **options)
+        client = weightsync.TrainerClient(source, self.url, deadline_seconds=60, **options)
         try:
             return client.push(self.version)
         finally:
@@ -317,7 +317,7 @@ TRAINER = """
     tensors = dict(read_checkpoint(Path(checkpoint)))
     weights = {name: tensor.flip(0) for name, tensor in tensors.items() if ".layers.3." not in name}
     client = weightsync.TrainerClient(
-        TensorSource(weights), url, mode=mode, transport=transport, bucket_bytes=65536, deadline_seconds=2
+        TensorSource(weights), url, mode=mode, transport=transport, bucket_bytes=65536, deadline_seconds=6
     )
     client.start(int(version))
     client.update([name for name in weights if not name.endswith("_scale_inv")])

@@ -18,7 +18,7 @@ from megamoe_adapter import ep_group
 from megamoe_adapter.ep_group import RENDEZVOUS_VARIABLES, init_dist_from_mpi, local_rank_of, resolve_ep_group
 
 HERE = Path(__file__).parent
-SHORT = timedelta(seconds=5)
+LONG = timedelta(seconds=60)
 
 
 @pytest.fixture
@@ -96,7 +96,7 @@ def mpirun(mode, **env):
         HERE / "mpi_rank.py",
         mode,
     ]
-    return subprocess.run(command, capture_output=True, text=True, timeout=90, env=clean)
+    return subprocess.run(command, capture_output=True, text=True, timeout=170, env=clean)
 
 
 @needs_mpi
@@ -178,7 +178,7 @@ def run_ranks(world, inits, monkeypatch, backend="gloo", binds=None):
     def rank(index):
         local.rank = index
         try:
-            outcomes[index] = init_dist_from_mpi(mpi=DoubleMPI(world, index), backend=backend, timeout=SHORT)
+            outcomes[index] = init_dist_from_mpi(mpi=DoubleMPI(world, index), backend=backend, timeout=LONG)
         except RuntimeError as error:
             outcomes[index] = error
 
@@ -186,7 +186,7 @@ def run_ranks(world, inits, monkeypatch, backend="gloo", binds=None):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=30)
+        thread.join(timeout=120)
     return outcomes
 
 

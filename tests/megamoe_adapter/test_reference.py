@@ -1,7 +1,5 @@
 """The reference forward against a dense computation from the checkpoint, with a wrong layout that has to fail."""
 
-import socket
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -188,14 +186,8 @@ def test_the_second_gemms_group_is_what_the_build_says():
 # Over two processes
 
 
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def run_rank(rank, world, port, results):
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
+def run_rank(rank, world, file, results):
+    dist.init_process_group("gloo", store=dist.FileStore(file, world), rank=rank, world_size=world)
     data = Checkpoint("block_fp8", 512, 256, range(NUM_EXPERTS))
     module = loaded("sm90_fp8", "block_fp8", data, ep_size=world, ep_rank=rank, ep_group=dist.group.WORLD)
     whole = loaded("sm90_fp8", "block_fp8", data)
@@ -207,15 +199,15 @@ def run_rank(rank, world, port, results):
     dist.destroy_process_group()
 
 
-def test_experts_over_two_processes_give_the_whole_layers_output():
+def test_experts_over_two_processes_give_the_whole_layers_output(tmp_path):
     context = mp.get_context("spawn")
-    results, port = context.Queue(), free_port()
-    processes = [context.Process(target=run_rank, args=(rank, 2, port, results)) for rank in range(2)]
+    results, file = context.Queue(), str(tmp_path / "ranks")
+    processes = [context.Process(target=run_rank, args=(rank, 2, file, results)) for rank in range(2)]
     for process in processes:
         process.start()
-    got = sorted(results.get(timeout=60) for _ in range(4))
+    got = sorted(results.get(timeout=150) for _ in range(4))
     for process in processes:
-        process.join(timeout=30)
+        process.join(timeout=60)
         assert process.exitcode == 0
     assert got == [(0, 0, True), (0, 5, True), (1, 3, True), (1, 7, True)]
 

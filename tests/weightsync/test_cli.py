@@ -73,7 +73,7 @@ def url():
     yield f"http://127.0.0.1:{server.server_port}"
     server.shutdown()
     server.server_close()
-    thread.join(timeout=10)
+    thread.join(timeout=60)
 
 
 def test_status_prints_what_the_engine_says(url):

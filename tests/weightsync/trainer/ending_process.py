@@ -12,7 +12,7 @@ from push_toys import Toy
 def trainer(url, transport):
     from weightsync.trainer.client import TrainerClient
 
-    client = TrainerClient(Toy(5), url, transport=transport, deadline_seconds=20.0)
+    client = TrainerClient(Toy(5), url, transport=transport, deadline_seconds=60.0)
     client.push(1)
     client.close()
 

@@ -1,6 +1,6 @@
 """One rank of a trainer whose weights are sharded over three; not a test module.
 
-python lockstep_rank.py RANK PORT URL PAUSE...      # one push per version given, each outcome as a line of JSON
+python lockstep_rank.py RANK FILE URL VERSION...    # one push per version given, each outcome as a line of JSON
 """
 
 import json
@@ -38,11 +38,11 @@ class Sharded(WeightSource):
             yield name, part.view(tensor.dtype).view(tensor.shape)
 
 
-def main(rank, port, url, versions):
-    store = dist.TCPStore("127.0.0.1", int(port), 3, rank == "0", timedelta(seconds=20))
-    dist.init_process_group("gloo", store=store, rank=int(rank), world_size=3, timeout=timedelta(seconds=20))
+def main(rank, file, url, versions):
+    store = dist.FileStore(file, 3)
+    dist.init_process_group("gloo", store=store, rank=int(rank), world_size=3, timeout=timedelta(seconds=60))
     source = Sharded()
-    client = LockstepClient(source, url, deadline_seconds=5, bucket_bytes=512, transport="gloo")
+    client = LockstepClient(source, url, deadline_seconds=60, bucket_bytes=512, transport="gloo")
     for version in versions:
         try:
             outcome = {"version": client.push(int(version)).version}

@@ -23,7 +23,7 @@ from weightsync.worker.receiver import Receiver
 from weightsync.worker.server import BackgroundServer
 
 TRANSPORTS = ["memory", "shared_memory", "gloo"]
-DEADLINE = 5.0
+DEADLINE = 60.0
 
 
 class LazySource(WeightSource):

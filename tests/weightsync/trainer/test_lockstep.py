@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -17,13 +16,7 @@ from weightsync.worker.server import BackgroundServer
 SCRIPT = Path(__file__).with_name("lockstep_rank.py")
 
 
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def test_three_ranks_gather_in_step_whether_a_push_succeeds_is_refused_or_fails_in_the_middle(monkeypatch):
+def test_three_ranks_gather_in_step_whether_a_push_succeeds_is_refused_or_fails_in_the_middle(monkeypatch, tmp_path):
     engine = Toy(2)
     receiver = Receiver(engine)
     real, versions = push.Push.load, []
@@ -36,11 +29,10 @@ def test_three_ranks_gather_in_step_whether_a_push_succeeds_is_refused_or_fails_
 
     monkeypatch.setattr(push.Push, "load", failing)
     with BackgroundServer(receiver) as server:
-        port = str(free_port())
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(SCRIPT.parent), *sys.path])}
         ranks = [
             subprocess.Popen(
-                [sys.executable, str(SCRIPT), str(rank), port, server.url, "5", "4", "7", "8"],
+                [sys.executable, str(SCRIPT), str(rank), str(tmp_path / "ranks"), server.url, "5", "4", "7", "8"],
                 stdout=subprocess.PIPE,
                 text=True,
                 env=environment,
@@ -48,7 +40,7 @@ def test_three_ranks_gather_in_step_whether_a_push_succeeds_is_refused_or_fails_
             for rank in range(3)
         ]
         try:
-            outputs = [[json.loads(line) for line in rank.communicate(timeout=60)[0].splitlines()] for rank in ranks]
+            outputs = [[json.loads(line) for line in rank.communicate(timeout=150)[0].splitlines()] for rank in ranks]
         finally:
             for rank in ranks:
                 rank.kill()

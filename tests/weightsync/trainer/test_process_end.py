@@ -13,7 +13,7 @@ from weightsync.worker.receiver import Receiver
 from weightsync.worker.server import BackgroundServer
 
 SCRIPT = Path(__file__).with_name("ending_process.py")
-SECONDS = 60
+SECONDS = 120
 
 
 def started(*arguments):
@@ -48,7 +48,7 @@ def test_a_trainer_that_closes_and_ends_at_once_exits_with_0(transport):
 @pytest.mark.parametrize("leaves_first", ["trainer", "engine"])
 def test_an_engine_that_closes_and_ends_at_once_exits_with_0(leaves_first):
     engine = started("engine")
-    client = TrainerClient(Toy(5), engine.stdout.readline().strip(), transport="gloo", deadline_seconds=20.0)
+    client = TrainerClient(Toy(5), engine.stdout.readline().strip(), transport="gloo", deadline_seconds=60.0)
     try:
         client.push(1)
         if leaves_first == "trainer":

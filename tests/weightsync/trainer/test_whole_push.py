@@ -12,6 +12,8 @@ from weightsync.trainer.client import TrainerClient
 from weightsync.transport.shared_memory import share_parameters
 from weightsync.worker.receiver import Receiver
 
+DEADLINE = 60.0
+
 
 class Watched(Receiver):
     """Counts the calls that reach it."""
@@ -28,7 +30,7 @@ class Watched(Receiver):
 def connected(transport="memory", **options):
     trainer, engine = Toy(1), Toy(2)
     receiver = Watched(engine)
-    client = TrainerClient(trainer, receiver, transport=transport, deadline_seconds=5.0, **options)
+    client = TrainerClient(trainer, receiver, transport=transport, deadline_seconds=DEADLINE, **options)
     client.push(1)
     receiver.routes.clear()
     return trainer, engine, receiver, client
@@ -57,7 +59,7 @@ def test_a_transport_that_streams_keeps_its_calls():
 def test_two_engines_publish_in_two_phases():
     trainer = Toy(1)
     receivers = [Watched(Toy(2)), Watched(Toy(3))]
-    client = TrainerClient(trainer, receivers, transport="memory", deadline_seconds=5.0)
+    client = TrainerClient(trainer, receivers, transport="memory", deadline_seconds=DEADLINE)
     client.push(1)
     client.push(2)
     for receiver in receivers:
@@ -124,7 +126,7 @@ def test_a_call_that_waited_past_its_deadline_before_it_was_read_is_refused(monk
 
     def stopped(route, body, deadline_seconds):
         if control.SENT in body:
-            body = {**body, control.SENT: body[control.SENT] - 6}
+            body = {**body, control.SENT: body[control.SENT] - DEADLINE - 1}
         return real(route, body, deadline_seconds)
 
     monkeypatch.setattr(receiver, "call", stopped)
@@ -138,7 +140,7 @@ def test_a_callback_that_fails_on_one_engine_keeps_the_other_from_publishing():
         raise RuntimeError("a cache could not be dropped")
 
     receivers = [Receiver(Toy(2)), Receiver(Toy(3), on_publish=[fail])]
-    client = TrainerClient(Toy(1), receivers, transport="memory", deadline_seconds=5.0)
+    client = TrainerClient(Toy(1), receivers, transport="memory", deadline_seconds=DEADLINE)
     with pytest.raises(RuntimeError, match="cache"):
         client.push(1)
     assert [receiver.version for receiver in receivers] == [None, None]
@@ -160,7 +162,7 @@ def test_the_same_memory_in_another_order_arrives_in_its_own_order(transport):
     trainer, engine = Square(1), Square(50)
     if transport == "shared_memory":
         share_parameters(trainer)
-    client = TrainerClient(trainer, Receiver(engine), transport=transport, deadline_seconds=5.0)
+    client = TrainerClient(trainer, Receiver(engine), transport=transport, deadline_seconds=DEADLINE)
     client.push(1)
     trainer.w.data = trainer.w.data.t()
     client.push(2)

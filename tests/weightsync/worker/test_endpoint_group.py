@@ -1,7 +1,6 @@
 """Several endpoints answer as one; the first to fail is heard, and nothing is published unless all have prepared."""
 
 import threading
-import time
 
 import pytest
 
@@ -15,13 +14,15 @@ class Rank:
 
     def __init__(self, name, failures=None):
         self.name, self.failures, self.calls, self.closed = name, failures or {}, [], False
+        self.release, self.has_answered = threading.Event(), False
 
     def call(self, route, body, deadline_seconds):
         phase = body.get("phase")
         self.calls.append((route, phase))
         failure = self.failures.get((route, phase))
         if failure == "hang":
-            time.sleep(3)
+            self.release.wait(60)
+            self.has_answered = True
         elif failure is not None:
             raise failure
         return {"ranks": [{"name": self.name}]}
@@ -32,23 +33,23 @@ class Rank:
 
 def test_answers_come_in_the_order_of_the_ranks():
     group = EndpointGroup([Rank("a"), Rank("b"), EndpointGroup([Rank("c"), Rank("d")])])
-    assert [rank["name"] for rank in group.call(INFO, {}, 5)["ranks"]] == ["a", "b", "c", "d"]
+    assert [rank["name"] for rank in group.call(INFO, {}, 60)["ranks"]] == ["a", "b", "c", "d"]
 
 
 def test_calls_run_at_the_same_time():
-    barrier = threading.Barrier(2, timeout=5)
+    barrier = threading.Barrier(2, timeout=60)
 
     class Meeting(Rank):
         def call(self, route, body, deadline_seconds):
             barrier.wait()
             return super().call(route, body, deadline_seconds)
 
-    EndpointGroup([Meeting("a"), Meeting("b")]).call(UPDATE, {}, 5)
+    EndpointGroup([Meeting("a"), Meeting("b")]).call(UPDATE, {}, 60)
 
 
 def test_a_finish_prepares_all_before_any_publishes():
     ranks = [Rank("a"), Rank("b")]
-    EndpointGroup(ranks).call(FINISH, {"session_id": "s", "weight_version": 3}, 5)
+    EndpointGroup(ranks).call(FINISH, {"session_id": "s", "weight_version": 3}, 60)
     for rank in ranks:
         assert rank.calls == [(FINISH, "prepare"), (FINISH, "publish")]
 
@@ -58,7 +59,7 @@ def test_a_rank_that_cannot_prepare_stops_all(nested):
     ranks = [Rank("a"), Rank("b", {(FINISH, "prepare"): CoverageError("half", missing=["w"])}), Rank("c")]
     group = EndpointGroup([ranks[0], EndpointGroup(ranks[1:])] if nested else ranks)
     with pytest.raises(CoverageError) as caught:
-        group.call(FINISH, {"session_id": "s"}, 5)
+        group.call(FINISH, {"session_id": "s"}, 60)
     assert caught.value.missing == ("w",)
     for rank in ranks:
         assert (FINISH, "publish") not in rank.calls
@@ -74,7 +75,7 @@ def test_the_error_that_says_most_is_raised_and_the_others_are_notes():
         ]
     )
     with pytest.raises(ReloadError, match="the hook failed") as caught:
-        group.call(UPDATE, {}, 5)
+        group.call(UPDATE, {}, 60)
     assert sorted(caught.value.__notes__) == [
         "another endpoint: PeerFailed: left",
         "another endpoint: TransportTimeout: late",
@@ -82,11 +83,12 @@ def test_the_error_that_says_most_is_raised_and_the_others_are_notes():
 
 
 def test_a_rank_that_hangs_is_a_timeout():
-    group = EndpointGroup([Rank("a"), Rank("b", {(UPDATE, None): "hang"})])
-    begin = time.monotonic()
+    hanging = Rank("b", {(UPDATE, None): "hang"})
+    group = EndpointGroup([Rank("a"), hanging])
     with pytest.raises(TransportTimeout, match="did not answer"):
         group.call(UPDATE, {}, 0.2)
-    assert time.monotonic() - begin < 2.5
+    assert not hanging.has_answered, "the group waited for the rank"
+    hanging.release.set()
 
 
 def test_an_abort_reaches_all_even_if_one_fails():
@@ -111,4 +113,4 @@ def test_a_callers_own_timeout_error_is_not_taken_for_a_late_answer():
         raise TimeoutError("the callee's own")
 
     with pytest.raises(TimeoutError, match="the callee's own"):
-        result_within(in_thread(fail), 5, "it")
+        result_within(in_thread(fail), 60, "it")
