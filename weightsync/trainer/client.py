@@ -30,6 +30,7 @@ from torch import nn
 from weightsync import control
 from weightsync.control import Abort, Accept, Endpoint, Json, Start, Update
 from weightsync.errors import ProtocolError, ReloadError, TransportError
+from weightsync.garbage import collection_paused
 from weightsync.trainer.handshake import Agreement, HandshakeOptions, shake_hands
 from weightsync.trainer.http import HttpEndpoint
 from weightsync.trainer.sources import NamedSource, WeightSource, sources_by_target
@@ -217,7 +218,8 @@ class TrainerClient:
                 raise ProtocolError(f"names need a single target; this client feeds {', '.join(self._sources)}")
             self._told, names = tuple(names), None
         try:
-            self._begin(version, is_whole=names is None and len(self._sources) == 1)
+            with collection_paused():
+                self._begin(version, is_whole=names is None and len(self._sources) == 1)
             for target in self._sources:
                 self.update(names, target=target)
             return self.finish()

@@ -11,6 +11,7 @@ at once, in memory that lasts, also gives them by name (`resident`): then mapped
 from __future__ import annotations
 
 import json
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -50,6 +51,30 @@ class WeightSource(ABC):
         return None
 
 
+_SHAPE, _DTYPE = operator.attrgetter("shape"), operator.attrgetter("dtype")
+
+
+class _Declared:
+    """The metadata of named tensors: the very same list until a name, a shape or a dtype is another.
+
+    Looked at in every push, so without Python per tensor. Not by identity: `param.data = other` keeps the object and
+    may change both.
+    """
+
+    def __init__(self) -> None:
+        self._seen: tuple[list[str], list[torch.Size], list[torch.dtype]] = ([], [], [])
+        self._metadata: list[ParamMeta] = []
+
+    def metadata(self, names: list[str], tensors: list[torch.Tensor]) -> list[ParamMeta]:
+        seen = (names, list(map(_SHAPE, tensors)), list(map(_DTYPE, tensors)))
+        if seen != self._seen:
+            metadata = [ParamMeta(name, dtype, tuple(shape)) for name, shape, dtype in zip(*seen, strict=True)]
+            self._seen = seen
+            if metadata != self._metadata:
+                self._metadata = metadata
+        return self._metadata
+
+
 class TensorSource(WeightSource):
     """Tensors by name, in the mapping's order.
 
@@ -60,19 +85,12 @@ class TensorSource(WeightSource):
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self._tensors = tensors
-        self._metadata: list[ParamMeta] = []
-        self._seen: list[tuple[str, torch.dtype, torch.Size]] = []
+        self._declared = _Declared()
 
     @property
     def metadata(self) -> list[ParamMeta]:
         """See `WeightSource.metadata`."""
-        kinds = [(name, t.dtype, t.shape) for name, t in self._tensors.items()]  # `t.data = ...` changes them in place
-        if kinds != self._seen:
-            metadata = [ParamMeta(name, dtype, tuple(shape)) for name, dtype, shape in kinds]
-            self._seen = kinds
-            if metadata != self._metadata:
-                self._metadata = metadata
-        return self._metadata
+        return self._declared.metadata(list(self._tensors), list(self._tensors.values()))
 
     def iter_full(self) -> Iterator[tuple[str, torch.Tensor]]:
         """See `WeightSource.iter_full`."""
@@ -133,8 +151,8 @@ class ModuleSource(WeightSource):
         self._module = module
         self._rename = rename
         self._slots: dict[str, tuple[dict[str, Any], str]] = {}
-        self._kept: tuple[list[str], list[torch.Size], list[torch.dtype]] = ([], [], [])
-        self._metadata: list[ParamMeta] = []
+        self._declared = _Declared()
+        self._names: list[str] = []
         self._sizes: list[tuple[dict[str, Any], int]] = []
 
     def _find_slots(self) -> None:
@@ -157,39 +175,38 @@ class ModuleSource(WeightSource):
                     if name in self._slots:
                         raise ManifestError(f"two tensors are renamed to {name!r}", names=[name])
                     self._slots[name] = (table, key)
+        self._names = list(self._slots)
 
-    def _tensors(self) -> dict[str, torch.Tensor]:
+    def _tensors(self) -> list[torch.Tensor]:
+        """The tensors as they are now, in the order of `_names`."""
         if not self._sizes or any(len(table) != size for table, size in self._sizes):
             self._find_slots()
-        tensors = {name: table[key] for name, (table, key) in self._slots.items()}
-        if any(tensor is None for tensor in tensors.values()):
+        tensors = [table[key] for table, key in self._slots.values()]
+        if type(None) in map(type, tensors):
             self._find_slots()
-            tensors = {name: table[key] for name, (table, key) in self._slots.items()}
+            tensors = [table[key] for table, key in self._slots.values()]
         return tensors
 
     @property
     def metadata(self) -> list[ParamMeta]:
         """See `WeightSource.metadata`."""
         tensors = self._tensors()
-        # Not by identity: `param.data = other` keeps the object and may change both.
-        kinds = (list(tensors), [t.shape for t in tensors.values()], [t.dtype for t in tensors.values()])
-        if kinds != self._kept:
-            self._kept = kinds
-            metadata = [ParamMeta(name, t.dtype, tuple(t.shape)) for name, t in tensors.items()]
-            if metadata != self._metadata:
-                self._metadata = metadata
-        return self._metadata
+        return self._declared.metadata(self._names, tensors)
 
     def iter_full(self) -> Iterator[tuple[str, torch.Tensor]]:
         """See `WeightSource.iter_full`."""
-        for name, tensor in self._tensors().items():
+        tensors = self._tensors()
+        for name, tensor in zip(self._names, tensors, strict=True):
             detached: Any = tensor.detach()
             yield name, detached.full_tensor() if _is_sharded(detached) else detached
 
     def resident(self) -> Mapping[str, torch.Tensor] | None:
         """See `WeightSource.resident`: None as soon as one tensor is sharded."""
         tensors = self._tensors()
-        return None if any(map(_is_sharded, tensors.values())) else tensors
+        kinds = set(map(type, tensors))  # few, whatever the number of tensors
+        if any(hasattr(kind, "full_tensor") for kind in kinds):
+            return None
+        return dict(zip(self._names, tensors, strict=True))
 
 
 def sources_by_target(source: object, target: str) -> dict[str, WeightSource]:

@@ -42,6 +42,7 @@ class CudaDriver:
         self._lib.cuIpcOpenMemHandle_v2.argtypes = [POINTER(c_ulonglong), _IpcHandle, c_uint]
         self._lib.cuIpcCloseMemHandle.argtypes = [c_ulonglong]
         self._lib.cuGetErrorString.argtypes = [c_int, POINTER(c_char_p)]
+        self._pointer_attribute = self._lib.cuPointerGetAttribute  # looked up once: asked per allocation in every push
 
     def _check(self, code: int, what: str, hint: str = "") -> None:
         if code:
@@ -59,7 +60,7 @@ class CudaDriver:
     def buffer_id(self, address: int) -> int:
         """The driver's id of the allocation, never used twice in a process; -1 if the address is not allocated."""
         number = c_uint64()
-        code = self._lib.cuPointerGetAttribute(byref(number), _ATTRIBUTE_BUFFER_ID, address)
+        code = self._pointer_attribute(byref(number), _ATTRIBUTE_BUFFER_ID, address)
         if code == _ERROR_INVALID_VALUE:
             return -1
         self._check(code, "cuPointerGetAttribute")

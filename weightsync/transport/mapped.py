@@ -42,6 +42,7 @@ from weightsync.transport.base import (
 from weightsync.transport.buckets import Bucket, Chunk, plan_buckets
 
 NUM_SLOTS = 2
+_ADDRESS, _IS_CONTIGUOUS = torch.Tensor.data_ptr, torch.Tensor.is_contiguous
 NUM_KEPT = 16  # different updates (subsets of names) whose tables are remembered
 
 
@@ -150,7 +151,7 @@ class MappedSender(Sender):
         """
         residents = {target: feed.resident() for target, feed in self._feeds.items()}
         tensors = [t for by_name in residents.values() if by_name for t in by_name.values()]
-        layout = ([t.data_ptr() for t in tensors], [t.is_contiguous() for t in tensors])
+        layout = (list(map(_ADDRESS, tensors)), list(map(_IS_CONTIGUOUS, tensors)))
         unchanged = layout == self._layout and all(map(self._exporter.is_current, self._allocations))
         if self._offer is None or not unchanged:
             self._exporter.forget()

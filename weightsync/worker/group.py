@@ -10,6 +10,9 @@ have, any of them publishes; else all abort. So no rank ever serves a version th
 
 from __future__ import annotations
 
+import collections
+import os
+import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -23,18 +26,56 @@ ABORT_SECONDS = 2.0
 _MARGIN_SECONDS = 0.5
 
 
+_Job = tuple[Future[Any], Callable[..., Any], tuple[object, ...]]
+_IDLE_SECONDS = 120.0  # a thread that nobody needed for so long ends
+_idle: collections.deque[queue.SimpleQueue[_Job]] = collections.deque()  # one queue per thread that waits for a call
+os.register_at_fork(after_in_child=_idle.clear)  # a child has none of these threads
+
+
 def in_thread(function: Callable[..., Any], *arguments: object) -> Future[Any]:
-    """Runs a call on a daemon thread, so that one which never returns does not keep the process alive."""
+    """Runs a call on a daemon thread, so that one which never returns does not keep the process alive.
+
+    Threads are kept for later calls: starting one costs more than a call of a small push.
+    """
     future: Future[Any] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(function(*arguments))
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, name="weightsync-call", daemon=True).start()
+    try:
+        mine = _idle.pop()
+    except IndexError:
+        mine = queue.SimpleQueue()
+        threading.Thread(target=_serve, args=(mine,), name="weightsync-call", daemon=True).start()
+    mine.put((future, function, arguments))
     return future
+
+
+def _serve(mine: queue.SimpleQueue[_Job]) -> None:
+    """What such a thread does: call after call, as long as they come."""
+    while True:
+        try:
+            job = mine.get(timeout=_IDLE_SECONDS)
+        except queue.Empty:
+            try:
+                _idle.remove(mine)
+            except ValueError:  # somebody has just taken it, so a call is about to come
+                job = mine.get()
+            else:
+                return
+        _carry_out(mine, *job)
+        del job  # neither a call nor its result is kept until the next one
+
+
+def _carry_out(
+    mine: queue.SimpleQueue[_Job], future: Future[Any], function: Callable[..., Any], arguments: tuple[object, ...]
+) -> None:
+    result, error = None, None
+    try:
+        result = function(*arguments)
+    except BaseException as raised:
+        error = raised
+    _idle.append(mine)  # before the answer: who waits for it finds this thread for the next call
+    if error is not None:
+        future.set_exception(error)
+    else:
+        future.set_result(result)
 
 
 def result_within(future: Future[Any], seconds: float, what: str) -> Any:

@@ -32,9 +32,11 @@ from torch import nn
 from weightsync import control
 from weightsync.control import Abort, Accept, Check, Finish, Hello, Json, Start, Update
 from weightsync.errors import ProtocolError, ReloadError, TransportError, TransportTimeout
+from weightsync.garbage import collection_paused
 from weightsync.transport.base import Mine, missing_targets
 from weightsync.transport.choose import local_facts, make_link
 from weightsync.worker.gate import TORN, Gate
+from weightsync.worker.group import in_thread
 from weightsync.worker.push import Push, live_version, newest_version, plan_target, reload_state
 from weightsync.worker.session import Session, check_hello, read_manifests, target_accept
 
@@ -271,9 +273,10 @@ class Receiver:
             )
             if start.generation != session.generation:
                 self._connect(session, start, own)
-            threading.Thread(
-                target=self._watch, args=(self._push, session), name="weightsync-watch", daemon=True
-            ).start()
+            with self._guard:
+                is_watched, session.is_watched = session.is_watched, True
+            if not is_watched:
+                in_thread(self._watch, session)
         return {}
 
     def _check_plans(self, session: Session, own: Json) -> None:
@@ -301,13 +304,14 @@ class Receiver:
     def _whole_push(self, body: Json, since: float) -> Json:
         """Start, one update and finish: three calls in one, and Python runs while the GPU copies."""
         start, update = control.decode(Start, body.get("start_info")), control.decode(Update, body.get("update_info"))
-        self._start(start)
-        loaded = self._update(update, since, wait=False)
-        with self._owned(start.session_id) as session, self._failing(session):
-            self._prepare(self._current(session))
-            self._wait_for_device()
-        finished = self._finish({"session_id": start.session_id, "weight_version": body.get("weight_version")}, since)
-        return finished | loaded
+        with collection_paused():
+            self._start(start)
+            loaded = self._update(update, since, wait=False)
+            with self._owned(start.session_id) as session, self._failing(session):
+                self._prepare(self._current(session))
+                self._wait_for_device()
+            told = body.get("weight_version")
+            return self._finish({"session_id": start.session_id, "weight_version": told}, since) | loaded
 
     def _wait_for_device(self) -> None:
         """Before the trainer is told that it may overwrite what was read."""
@@ -438,29 +442,44 @@ class Receiver:
                 _log.warning("%s/%d gives up the push of version %d: %s", self.engine, self.rank, push.version, reason)
                 push.abort(reason)
         finally:
-            if session is not None and session.link is not None:
-                session.link.close()
+            if session is not None:
+                session.ended.set()
+                if session.link is not None:
+                    session.link.close()
             if self.state == "torn":
                 self._gate.shut(TORN)
             self._gate.open(UPDATING)
 
-    def _watch(self, push: Push, session: Session) -> None:
-        """Aborts the push when its trainer is silent for longer than its deadline."""
+    def _watch(self, session: Session) -> None:
+        """Aborts a push whose trainer is silent for longer than its deadline.
+
+        One thread sees to all pushes of a session: it ends with it, or when no push came for as long as a deadline.
+        """
         deadline = session.hello.deadline_seconds
-        while self._push is push:
-            left = deadline - session.silence()
+        was_idle = False
+        while not session.ended.is_set():
             with self._guard:
-                busy = self._busy > 0
-            if left <= 0 and not busy:
-                if self._turn.acquire(timeout=deadline):
-                    try:
-                        if self._push is push and not self._busy and session.silence() >= deadline:
-                            self._cancel(session, f"the trainer was silent for {deadline:g} s")
-                            self._drop(session.cancelled or "")
-                    finally:
-                        self._turn.release()
+                push, is_busy = self._push, self._busy > 0
+                if push is None and was_idle:
+                    session.is_watched = False
+                    return
+            left = deadline - session.silence()
+            if push is not None and left <= 0 and not is_busy:
+                self._give_up_silent(push, session)
                 continue
-            push.ended.wait(deadline if busy else max(left, 0.01))
+            was_idle = push is None
+            session.ended.wait(deadline if is_busy or push is None else max(left, 0.01))
+
+    def _give_up_silent(self, push: Push, session: Session) -> None:
+        deadline = session.hello.deadline_seconds
+        if not self._turn.acquire(timeout=deadline):
+            return
+        try:
+            if self._push is push and not self._busy and session.silence() >= deadline:
+                self._cancel(session, f"the trainer was silent for {deadline:g} s")
+                self._drop(session.cancelled or "")
+        finally:
+            self._turn.release()
 
 
 def _device_of(models: Sequence[nn.Module] | Any) -> torch.device:

@@ -8,6 +8,7 @@ session.silence()                                        # seconds since the tra
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -36,6 +37,8 @@ class Session:
         link: The transport's half here, once an offer was connected.
         generation: Names the offer that is connected.
         cancelled: Why nothing of this session may be published any more; None while it may.
+        ended: Set once the session is over.
+        is_watched: Whether a thread looks out for the trainer's silence.
     """
 
     hello: Hello
@@ -44,6 +47,8 @@ class Session:
     link: Link | None = None
     generation: str = ""
     cancelled: str | None = None
+    ended: threading.Event = field(default_factory=threading.Event)
+    is_watched: bool = False
 
     def silence(self) -> float:
         """Seconds since the trainer was last heard of."""
