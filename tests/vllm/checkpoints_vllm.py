@@ -4,13 +4,17 @@ Sizes are the smallest that vLLM's CPU kernels take: heads of 32, for multi-head
 64 rotary dims. Values are large enough that two checkpoints generate different tokens.
 
 `llama_int8` is quantised (INT8 weights, a scale per channel, activations per token): a form that vLLM runs on a CPU.
+`deepseek_mtp` is `deepseek_v3` with a layer for multi-token prediction, which vLLM loads as a draft model.
 
     path = make_checkpoint("glm4_moe", "a", folder)      # a folder with config.json and model.safetensors
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +24,7 @@ VOCAB = 128
 SEEDS = {"a": 1, "b": 2, "c": 3, "d": 4, "e": 5, "f": 6}
 _COMMON: dict[str, Any] = {
     "vocab_size": VOCAB,
-    "max_position_embeddings": 512,
+    "max_position_embeddings": 4096,
     "bos_token_id": 1,
     "eos_token_id": 2,
     "hidden_size": 64,
@@ -111,11 +115,19 @@ INT8 = {
 }
 
 
+@contextlib.contextmanager
+def locked(target: Path) -> Iterator[None]:
+    """Inside, no other process is at work on `target`."""
+    with target.with_name(f"{target.name}.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
 def make_checkpoint(architecture: str, which: str, folder: Path) -> Path:
-    """Writes a checkpoint, once.
+    """Writes a checkpoint, once, whatever number of processes ask for it.
 
     Args:
-        architecture: A key of `ARCHITECTURES`.
+        architecture: A key of `ARCHITECTURES`, or "deepseek_mtp".
         which: A key of `SEEDS`; another one is another checkpoint of the same shapes.
         folder: Parent of the folder that is made.
 
@@ -123,8 +135,17 @@ def make_checkpoint(architecture: str, which: str, folder: Path) -> Path:
         The checkpoint's folder.
     """
     target = folder / f"{architecture}-{which}"
-    if (target / "config.json").exists():
-        return target
+    with locked(target):
+        if not (target / "made").exists():
+            if architecture == "deepseek_mtp":
+                _add_prediction_layer(make_checkpoint("deepseek_v3", which, folder), target, SEEDS[which])
+            else:
+                _make(architecture, SEEDS[which], target)
+            (target / "made").touch()
+    return target
+
+
+def _make(architecture: str, seed: int, target: Path) -> None:
     import transformers
 
     config_class, model_class, settings = ARCHITECTURES[architecture]
@@ -133,7 +154,7 @@ def make_checkpoint(architecture: str, which: str, folder: Path) -> Path:
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if name.endswith(FLOAT32.get(architecture, ())):
             tensor.data = tensor.data.float()
-    generator = torch.Generator().manual_seed(SEEDS[which])
+    generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if tensor.is_floating_point() and "inv_freq" not in name:
@@ -149,7 +170,32 @@ def make_checkpoint(architecture: str, which: str, folder: Path) -> Path:
         written["quantization_config"] = INT8
         _quantize(target / "model.safetensors")
     settings_file.write_text(json.dumps(written, indent=1))
-    return target
+
+
+def _add_prediction_layer(plain: Path, target: Path, seed: int) -> None:
+    """Writes a checkpoint again with a prediction layer behind the last one: like it, and with copies of the ends."""
+    from safetensors.torch import save_file
+
+    target.mkdir(exist_ok=True)
+    settings = json.loads((plain / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
+    (target / "config.json").write_text(json.dumps(settings, indent=1))
+    weights = dict(read_checkpoint(plain))
+    number = int(settings["num_hidden_layers"])
+    last, new = f"model.layers.{number - 1}.", f"model.layers.{number}."
+    generator = torch.Generator().manual_seed(100 + seed)
+
+    def drawn(like: torch.Tensor, name: str) -> torch.Tensor:
+        values = torch.randn(like.shape, generator=generator) * 0.1 + (1.0 if "norm" in name else 0.0)
+        return values.to(like.dtype)
+
+    added = {new + name.removeprefix(last): drawn(t, name) for name, t in weights.items() if name.startswith(last)}
+    norm = weights["model.norm.weight"]
+    for name in ("enorm", "hnorm", "shared_head.norm"):
+        added[f"{new}{name}.weight"] = drawn(norm, name)
+    added[f"{new}eh_proj.weight"] = drawn(torch.empty(len(norm), 2 * len(norm), dtype=norm.dtype), "eh_proj")
+    added[f"{new}embed_tokens.weight"] = weights["model.embed_tokens.weight"].clone()
+    added[f"{new}shared_head.head.weight"] = weights["lm_head.weight"].clone()
+    save_file(weights | added, target / "model.safetensors")
 
 
 def _quantize(file: Path) -> None:

@@ -7,27 +7,34 @@ with VllmServer(checkpoint) as server:
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import json
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import httpx
 
-START_SECONDS = 240
-STOP_SECONDS = 20
+START_SECONDS = 480  # it takes 25 to 35 alone on two cores
+STOP_SECONDS = 30
+ANSWER_SECONDS = 240
+RUNNING: list[VllmServer] = []
 
 
-def free_port() -> int:
-    """A port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def _reserved_port() -> socket.socket:
+    """A socket on a port that the system picked; it does not listen. vLLM's may be bound beside it, and no other."""
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind(("127.0.0.1", 0))
+    return held
 
 
 class VllmServer:
@@ -38,23 +45,32 @@ class VllmServer:
         log: File for its output.
         backend: The weight transfer backend.
         arguments: Further arguments of vLLM's command line.
+        max_model_len: Longest request, in tokens.
     """
 
     def __init__(
-        self, checkpoint: Path, log: Path, backend: str = "weightsync", arguments: tuple[str, ...] = ()
+        self,
+        checkpoint: Path,
+        log: Path,
+        backend: str = "weightsync",
+        arguments: tuple[str, ...] = (),
+        max_model_len: int = 256,
     ) -> None:
-        self.port = free_port()
+        self._held = _reserved_port()
+        self.port = int(self._held.getsockname()[1])
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = log
         self._command = [
             sys.executable, "-m", "vllm.entrypoints.openai.api_server",
-            "--model", str(checkpoint), "--skip-tokenizer-init", "--enforce-eager", "--max-model-len", "256",
+            "--model", str(checkpoint), "--skip-tokenizer-init", "--enforce-eager",
+            "--max-model-len", str(max_model_len),
             "--host", "127.0.0.1", "--port", str(self.port), "--served-model-name", "toy",
             "--weight-transfer-config", f'{{"backend": "{backend}"}}', *arguments,
         ]  # fmt: skip
         self._process: subprocess.Popen[bytes] | None = None
 
-    def __enter__(self) -> VllmServer:
+    def begin(self) -> VllmServer:
+        """Starts the process and does not wait for it."""
         environment = os.environ | {
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_SERVER_DEV_MODE": "1",
@@ -64,8 +80,27 @@ class VllmServer:
         }
         with self.log.open("wb") as output:
             self._process = subprocess.Popen(
-                self._command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+                self._command,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                start_new_session=True,
+                preexec_fn=_end_with_the_parent,
             )
+        RUNNING.append(self)
+        return self
+
+    def __enter__(self) -> VllmServer:
+        """Starts the process, unless it was, and waits until it answers."""
+        if self._process is None:
+            self.begin()
+        try:
+            return self._wait_for_health()
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+
+    def _wait_for_health(self) -> VllmServer:
         deadline = time.monotonic() + START_SECONDS
         while time.monotonic() < deadline:
             if self._process.poll() is not None:
@@ -74,49 +109,81 @@ class VllmServer:
                 if httpx.get(f"{self.url}/health", timeout=2).status_code == 200:
                     return self
             except httpx.HTTPError:
-                time.sleep(0.2)
-        self.__exit__(None, None, None)
+                pass
+            time.sleep(0.2)
         raise RuntimeError(f"vLLM did not answer within {START_SECONDS} s:\n{self.tail()}")
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Ends the server's own process group."""
-        process = self._process
+        process, self._process = self._process, None
         if process is None:
             return
-        for sent in (signal.SIGTERM, signal.SIGKILL):
+        RUNNING.remove(self)
+        self._held.close()
+        for sent in (signal.SIGCONT, signal.SIGTERM, signal.SIGKILL):
             try:
                 os.killpg(process.pid, sent)
-                process.wait(STOP_SECONDS)
+                if sent != signal.SIGCONT:
+                    process.wait(STOP_SECONDS)
             except ProcessLookupError:
                 break
             except subprocess.TimeoutExpired:
                 continue
         process.wait(STOP_SECONDS)
-        self._process = None
+
+    @contextlib.contextmanager
+    def frozen(self) -> Iterator[None]:
+        """Inside, none of its processes runs: it takes connections and answers nothing."""
+        os.killpg(self._process.pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            os.killpg(self._process.pid, signal.SIGCONT)
 
     def tail(self, num_characters: int = 6000) -> str:
         """The end of its log."""
         return self.log.read_text(errors="replace")[-num_characters:]
 
-    def post(self, route: str, body: dict[str, Any] | None = None, timeout: float = 60, **query: Any) -> httpx.Response:
+    def post(
+        self, route: str, body: dict[str, Any] | None = None, timeout: float = ANSWER_SECONDS, **query: Any
+    ) -> httpx.Response:
         """One POST; the caller checks the status."""
         return httpx.post(f"{self.url}/{route}", json=body or {}, params=query or None, timeout=timeout)
 
     def get(self, route: str) -> Any:
         """The JSON answer of a GET."""
-        response = httpx.get(f"{self.url}/{route}", timeout=30)
+        response = httpx.get(f"{self.url}/{route}", timeout=ANSWER_SECONDS)
         response.raise_for_status()
         return response.json()
 
-    def completion(self, prompt: list[int], max_tokens: int = 12, timeout: float = 120) -> httpx.Response:
+    def counter(self, name: str) -> float:
+        """The sum of a Prometheus counter of vLLM's own."""
+        text = httpx.get(f"{self.url}/metrics", timeout=ANSWER_SECONDS).text
+        lines = [line for line in text.splitlines() if line.startswith((f"{name}{{", f"{name} "))]
+        if not lines:
+            raise KeyError(f"no counter {name} in /metrics")
+        return sum(float(line.rpartition(" ")[2]) for line in lines)
+
+    def completion(self, prompt: list[int], max_tokens: int = 12) -> httpx.Response:
         """One greedy completion request."""
-        body = {
-            "model": "toy", "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "return_token_ids": True,
-            "detokenize": False, "ignore_eos": True,
-        }  # fmt: skip
-        return httpx.post(f"{self.url}/v1/completions", json=body, timeout=timeout)
+        return httpx.post(f"{self.url}/v1/completions", json=_request(prompt, max_tokens), timeout=ANSWER_SECONDS)
+
+    @contextlib.contextmanager
+    def stream(self, prompt: list[int], max_tokens: int) -> Iterator[Iterator[tuple[list[int], str | None]]]:
+        """A request whose `(new tokens, reason of the end or None)` come one by one; it ends with the block."""
+        body = _request(prompt, max_tokens) | {"stream": True}
+        with httpx.stream("POST", f"{self.url}/v1/completions", json=body, timeout=ANSWER_SECONDS) as response:
+            response.raise_for_status()
+
+            def pieces() -> Iterator[tuple[list[int], str | None]]:
+                for line in response.iter_lines():
+                    if line.startswith("data: {"):
+                        (choice,) = json.loads(line[6:])["choices"]
+                        yield choice.get("token_ids") or [], choice.get("finish_reason")
+
+            yield pieces()
 
     def generate(self, prompt: list[int], max_tokens: int = 12) -> list[int]:
         """The greedy continuation, as token ids."""
@@ -124,3 +191,15 @@ class VllmServer:
         response.raise_for_status()
         tokens: list[int] = response.json()["choices"][0]["token_ids"]
         return tokens
+
+
+def _request(prompt: list[int], max_tokens: int) -> dict[str, Any]:
+    return {
+        "model": "toy", "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "return_token_ids": True,
+        "detokenize": False, "ignore_eos": True,
+    }  # fmt: skip
+
+
+def _end_with_the_parent() -> None:
+    """In the child, before vLLM starts: the kernel ends it should the tests be killed."""
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG

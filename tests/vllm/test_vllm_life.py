@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import itertools
 import threading
 import time
 from pathlib import Path
@@ -14,18 +13,22 @@ import torch
 pytest.importorskip("vllm.version", reason="needs vLLM's own virtual environment; run scripts/test_vllm")
 
 from checkpoints_vllm import make_checkpoint, read_checkpoint
-from cold_vllm import PROMPTS, cold_tokens
-from server_vllm import VllmServer
+from engines_vllm import cold_tokens
+from jobs_vllm import PROMPTS
+from server_vllm import ANSWER_SECONDS, VllmServer
+from trainer_vllm import killed_in_mid_push
 
 from weightsync import control
-from weightsync.errors import ReloadError, WeightSyncError
+from weightsync.errors import PeerFailed, ProtocolError, ReloadError, TransportTimeout, WeightSyncError
 from weightsync.trainer.client import TrainerClient
 from weightsync.trainer.http import HttpEndpoint
 from weightsync.trainer.sources import TensorSource
+from weightsync.transport.shared_memory import share_parameters
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("life")]
 LONG = 2  # the prompt whose prefix is cached
-DEADLINE_SECONDS = 3.0
+DEADLINE_SECONDS = 10.0  # of a trainer that is killed: long enough for its push to begin, however busy the machine is
+MANY_TOKENS = 3500  # more than any machine generates while a push begins
 
 
 @pytest.fixture(scope="module")
@@ -34,18 +37,23 @@ def paths(checkpoints):
 
 
 @pytest.fixture(scope="module")
-def server(paths, tmp_path_factory):
-    """Without rollback: a push that fails after live bytes were written leaves torn weights."""
-    with VllmServer(paths["a"], tmp_path_factory.mktemp("log") / "server.log") as running:
-        yield running
+def servers(paths, tmp_path_factory):
+    """Two: without rollback, where a push that fails after live bytes were written leaves torn weights, and with."""
+    logs = tmp_path_factory.mktemp("log")
+    careful = ("--additional-config", '{"weightsync": {"rollback": "host"}}')
+    plain = VllmServer(paths["a"], logs / "server.log", max_model_len=4000).begin()
+    with VllmServer(paths["a"], logs / "careful.log", arguments=careful) as other, plain as running:
+        yield running, other
 
 
 @pytest.fixture(scope="module")
-def careful_server(paths, tmp_path_factory):
-    """With rollback on the host."""
-    arguments = ("--additional-config", '{"weightsync": {"rollback": "host"}}')
-    with VllmServer(paths["a"], tmp_path_factory.mktemp("log") / "careful.log", arguments=arguments) as running:
-        yield running
+def server(servers):
+    return servers[0]
+
+
+@pytest.fixture(scope="module")
+def careful_server(servers):
+    return servers[1]
 
 
 def source(checkpoint: Path) -> TensorSource:
@@ -61,19 +69,24 @@ def tokens(server: VllmServer) -> list[list[int]]:
     return [server.generate(prompt) for prompt in PROMPTS]
 
 
-class KeepsCaches(HttpEndpoint):
-    """Asks for the caches to stay."""
+class Adds(HttpEndpoint):
+    """Adds fields to the body of one route, and keeps its answers."""
+
+    def __init__(self, url, route, **fields):
+        super().__init__(url)
+        self.route, self.fields, self.answers = route, fields, []
 
     def call(self, route, body, deadline_seconds):
-        return super().call(
-            route, {**body, "reset_caches": False} if route == control.FINISH else body, deadline_seconds
-        )
+        if route != self.route:
+            return super().call(route, body, deadline_seconds)
+        self.answers.append(super().call(route, {**body, **self.fields}, deadline_seconds))
+        return self.answers[-1]
 
 
 def test_without_the_cache_reset_the_output_is_stale_and_with_it_it_is_not(server, paths):
     push(server, paths["a"])
     assert server.generate(PROMPTS[LONG]) == cold_tokens(paths["a"])[LONG]
-    push(server, paths["b"], KeepsCaches(server.url))
+    push(server, paths["b"], Adds(server.url, control.FINISH, reset_caches=False))
     assert server.generate(PROMPTS[LONG]) != cold_tokens(paths["b"])[LONG]
     report = push(server, paths["b"])
     assert server.generate(PROMPTS[LONG]) == cold_tokens(paths["b"])[LONG]
@@ -81,17 +94,9 @@ def test_without_the_cache_reset_the_output_is_stale_and_with_it_it_is_not(serve
 
 
 def test_the_answer_to_finish_names_the_caches_that_were_reset(server, paths):
-    answers = []
-
-    class Listens(HttpEndpoint):
-        def call(self, route, body, deadline_seconds):
-            answer = super().call(route, body, deadline_seconds)
-            if route == control.FINISH:
-                answers.append(answer)
-            return answer
-
-    push(server, paths["a"], Listens(server.url))
-    assert answers[-1]["caches_reset"] == {"prefix": True, "multimodal": True, "encoder": True}
+    endpoint = Adds(server.url, control.FINISH)
+    push(server, paths["a"], endpoint)
+    assert endpoint.answers[-1]["caches_reset"] == {"prefix": True, "multimodal": True, "encoder": True}
 
 
 def test_vllms_own_weight_version_follows(server, paths):
@@ -100,17 +105,59 @@ def test_vllms_own_weight_version_follows(server, paths):
     assert (info["weight_version"], info["state"], info["is_paused"]) == (report.version, "live", False)
 
 
-def test_requests_in_flight_are_kept_and_end_after_the_push(server, paths):
+def test_requests_in_flight_are_kept_and_go_on_after_the_push(server, paths):
+    push(server, paths["a"])
+    with server.stream([1, 2, 3], MANY_TOKENS) as pieces:
+        before = list(itertools.islice(pieces, 2))
+        push(server, paths["b"])
+        after = list(itertools.islice(pieces, 600))  # more than were on their way when the push began
+    assert all(reason is None for _, reason in (*before, *after[:-1]))
+    assert tokens(server) == cold_tokens(paths["b"])
+
+
+def test_with_pause_wait_requests_in_flight_end_first_under_the_old_weights(server, paths):
+    push(server, paths["a"])
+    alone = server.generate([1, 2, 3], max_tokens=200)
+    endpoint = Adds(server.url, control.START, pause="wait")
+    with server.stream([1, 2, 3], 200) as pieces:
+        first = next(pieces)
+        push(server, paths["b"], endpoint)
+        rest = list(pieces)
+    assert endpoint.answers[-1]["paused"] == "wait"
+    assert [token for piece, _ in (first, *rest) for token in piece] == alone
+    assert rest[-1][1] == "length"
+    assert tokens(server) == cold_tokens(paths["b"])
+
+
+def test_with_pause_abort_requests_in_flight_end_now_with_what_they_have(server, paths):
+    push(server, paths["a"])
+    with server.stream([1, 2, 3], MANY_TOKENS) as pieces:
+        first = next(pieces)
+        push(server, paths["b"], Adds(server.url, control.START, pause="abort"))
+        rest = list(pieces)
+    assert rest[-1][1] == "abort"
+    assert 0 < sum(len(piece) for piece, _ in (first, *rest)) < MANY_TOKENS
+    assert tokens(server) == cold_tokens(paths["b"])
+
+
+def test_an_unknown_way_to_pause_is_refused_and_nothing_is_paused(server, paths):
+    with pytest.raises(ProtocolError, match="keep, wait, abort, got 'stop'"):
+        push(server, paths["a"], Adds(server.url, control.START, pause="stop"))
+    assert not server.get("is_paused")["is_paused"]
+
+
+def test_a_request_that_comes_during_a_push_is_answered_by_the_new_weights(server, paths):
     push(server, paths["a"])
     answers = []
-    request = threading.Thread(target=lambda: answers.append(server.completion([1, 2, 3], max_tokens=240)))
-    request.start()
-    time.sleep(0.3)
-    push(server, paths["b"])
-    request.join(120)
-    assert answers[0].status_code == 200
-    assert len(answers[0].json()["choices"][0]["token_ids"]) == 240
-    assert tokens(server) == cold_tokens(paths["b"])
+    request = threading.Thread(target=lambda: answers.append(server.completion(PROMPTS[0])))
+    with TrainerClient(source(paths["b"]), server.url) as client:
+        client.start()
+        request.start()
+        client.update()
+        assert not answers
+        client.finish()
+    request.join(ANSWER_SECONDS)
+    assert answers[0].json()["choices"][0]["token_ids"] == cold_tokens(paths["b"])[0]
 
 
 def test_a_pause_of_the_users_own_lasts_until_the_user_resumes(server, paths):
@@ -155,24 +202,25 @@ def test_a_version_must_grow(server, paths):
 
 
 @pytest.mark.parametrize("mode", ["layerwise", "direct"])
-def test_a_trainer_killed_in_mid_push_leaves_torn_weights_that_serve_nobody_and_the_next_one_repairs_them(
-    server, paths, mode
+def test_a_trainer_killed_in_mid_push_leaves_torn_weights_that_serve_nobody_or_with_rollback_the_old_ones(
+    server, careful_server, paths, mode
 ):
-    push(server, paths["a"])
-    before = server.get("weight_info")["weight_version"]
-    command = [sys.executable, str(Path(__file__).with_name("trainer_vllm.py"))]
-    arguments = [str(paths["b"]), server.url, mode, str(DEADLINE_SECONDS)]
-    trainer = subprocess.Popen(command + arguments, stdout=subprocess.PIPE, text=True)
-    try:
-        assert trainer.stdout.readline().strip() == "half sent"
-        assert server.get("weight_info")["state"] == "loading"
-        assert server.get("weight_info")["weight_version"] in (None, before)
-    finally:
-        trainer.kill()
-        trainer.wait(30)
+    for running in (server, careful_server):
+        push(running, paths["a"])
+    before = {running.url: running.get("weight_info")["weight_version"] for running in (server, careful_server)}
+    with (
+        killed_in_mid_push(paths["b"], server.url, mode, DEADLINE_SECONDS),
+        killed_in_mid_push(paths["b"], careful_server.url, mode, DEADLINE_SECONDS),
+    ):
+        for running in (server, careful_server):
+            info = running.get("weight_info")
+            assert info["weight_version"] in (None, before[running.url])
+    info = wait_for_end(careful_server)
+    assert info == {**info, "state": "live", "weight_version": before[careful_server.url], "is_paused": False}
+    assert tokens(careful_server) == cold_tokens(paths["a"])
     info = wait_for_end(server)
     if mode == "layerwise" and info["state"] == "live":  # no module was complete yet, so nothing live was written
-        assert info == {**info, "weight_version": before, "is_paused": False}
+        assert info == {**info, "weight_version": before[server.url], "is_paused": False}
         assert tokens(server) == cold_tokens(paths["a"])
     else:
         assert info == {**info, "state": "torn", "weight_version": None, "is_paused": True}
@@ -180,37 +228,21 @@ def test_a_trainer_killed_in_mid_push_leaves_torn_weights_that_serve_nobody_and_
         assert response.status_code == 503
         assert response.json()["error"]["type"] == "TornModelError"
         assert server.post("resume").status_code == 409
-    push(server, paths["b"], mode=mode)
+    report = push(server, paths["b"], mode=mode)
     assert server.get("weight_info")["state"] == "live"
+    assert server.get("weight_info")["weight_version"] == report.version > before[server.url]
     assert tokens(server) == cold_tokens(paths["b"])
 
 
 def wait_for_end(server: VllmServer) -> dict:
     """Waits until the engine has given the push up."""
-    end = time.monotonic() + 10 * DEADLINE_SECONDS
+    end = time.monotonic() + ANSWER_SECONDS
     while time.monotonic() < end:
         info = server.get("weight_info")
         if info["state"] != "loading" and (info["state"] == "torn") == info["is_paused"]:
             return info
         time.sleep(0.2)
     raise AssertionError(f"still {info} after the trainer's deadline")
-
-
-@pytest.mark.parametrize("mode", ["layerwise", "direct"])
-def test_with_rollback_a_trainer_killed_in_mid_push_leaves_the_old_weights_serving(careful_server, paths, mode):
-    push(careful_server, paths["a"])
-    before = careful_server.get("weight_info")["weight_version"]
-    command = [sys.executable, str(Path(__file__).with_name("trainer_vllm.py"))]
-    arguments = [str(paths["b"]), careful_server.url, mode, str(DEADLINE_SECONDS)]
-    trainer = subprocess.Popen(command + arguments, stdout=subprocess.PIPE, text=True)
-    try:
-        assert trainer.stdout.readline().strip() == "half sent"
-    finally:
-        trainer.kill()
-        trainer.wait(30)
-    info = wait_for_end(careful_server)
-    assert info == {**info, "state": "live", "weight_version": before, "is_paused": False}
-    assert tokens(careful_server) == cold_tokens(paths["a"])
 
 
 def test_with_rollback_a_failed_push_gives_the_old_tokens_back(careful_server, paths):
@@ -241,17 +273,68 @@ def test_two_engines_get_the_same_version_or_neither_does(server, careful_server
     assert tokens(server) == tokens(careful_server) == cold_tokens(paths["b"])
 
 
-def test_five_pushes_of_one_client_each_equal_a_cold_start(server, paths):
+def test_an_engine_that_stops_answering_fails_the_push_within_the_deadline_and_goes_on_with_the_old_weights(
+    careful_server, paths
+):
+    push(careful_server, paths["a"], mode="direct")
+    before = careful_server.get("weight_info")["weight_version"]
+    client = TrainerClient(source(paths["b"]), careful_server.url, mode="direct", deadline_seconds=DEADLINE_SECONDS)
+    client.start()
+    client.update()
+    with careful_server.frozen(), pytest.raises((TransportTimeout, PeerFailed), match="did not answer"):
+        client.finish()
+    info = wait_for_end(careful_server)
+    assert info == {**info, "state": "live", "weight_version": before, "is_paused": False}
+    assert tokens(careful_server) == cold_tokens(paths["a"])
+    push(careful_server, paths["b"])
+    assert tokens(careful_server) == cold_tokens(paths["b"])
+
+
+def test_no_engine_publishes_when_one_stops_answering_at_the_end(server, careful_server, paths):
+    for running in (server, careful_server):
+        push(running, paths["a"])
+    before = [running.get("weight_info")["weight_version"] for running in (server, careful_server)]
+    urls, version = [server.url, careful_server.url], max(before) + 1
+    client = TrainerClient(source(paths["b"]), urls, deadline_seconds=DEADLINE_SECONDS)
+    client.start(version=version)
+    client.update()
+    with careful_server.frozen(), pytest.raises(TransportTimeout, match="did not answer"):
+        client.finish()
+    assert wait_for_end(careful_server)["weight_version"] == before[1]
+    assert tokens(careful_server) == cold_tokens(paths["a"])
+    torn = wait_for_end(server)  # it has no rollback: it had prepared, and was told to give up
+    assert (torn["state"], torn["weight_version"]) == ("torn", None)
+    assert server.completion(PROMPTS[0]).status_code == 503
+    with TrainerClient(source(paths["b"]), urls) as client:
+        report = client.push(version=version)
+    assert tokens(server) == tokens(careful_server) == cold_tokens(paths["b"])
+    assert {running.get("weight_info")["weight_version"] for running in (server, careful_server)} == {report.version}
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["copied", "shared"])
+def test_five_pushes_of_one_client_each_equal_a_cold_start(server, paths, shared):
+    """With weights in shared memory, which engines read where they lie, each push but the first is one call."""
+    module = torch.nn.ParameterDict() if shared else None
     weights = {name: tensor.clone() for name, tensor in read_checkpoint(paths["a"])}
-    with TrainerClient(TensorSource(weights), server.url, mode="direct") as client:
+    if module is not None:
+        for number, tensor in enumerate(weights.values()):
+            module[str(number)] = torch.nn.Parameter(tensor, requires_grad=False)
+        share_parameters(module)
+        weights = dict(zip(weights, module.values(), strict=True))
+    single = Adds(server.url, control.PUSH)
+    with TrainerClient(TensorSource(weights), single, mode="direct") as client:
         for which in "bcdef":
             with torch.no_grad():
                 for name, tensor in read_checkpoint(paths[which]):
                     weights[name].copy_(tensor)
             report = client.push()
             assert tokens(server) == cold_tokens(paths[which])
-            assert server.get("weight_info")["weight_version"] == report.version
-        assert report.seconds["handshake"] < report.total_seconds
+            info = server.get("weight_info")
+            assert (info["weight_version"], info["is_paused"]) == (report.version, False)
+    assert len(single.answers) == (4 if shared else 0)
+    for answer in single.answers:
+        assert answer["caches_reset"]["prefix"]
+        assert answer["paused"] == "keep"
 
 
 def test_a_wrong_body_is_refused_with_the_fields_name(server):

@@ -14,27 +14,28 @@ import torch
 pytest.importorskip("vllm.version", reason="needs vLLM's own virtual environment; run scripts/test_vllm")
 
 from checkpoints_vllm import ARCHITECTURES, make_checkpoint, read_checkpoint
-from cold_vllm import PROMPTS, cold_tokens
+from engines_vllm import cold_tokens
+from jobs_vllm import PROMPTS
 from server_vllm import VllmServer
 
 from weightsync.errors import CoverageError, LayoutError, ManifestError
+from weightsync.manifest import ParamMeta
 from weightsync.trainer.client import TrainerClient
 from weightsync.trainer.sources import TensorSource, WeightSource
 
 pytestmark = pytest.mark.vllm
 TRANSPORTS = ("shared_memory", "gloo")
-# INT8 Llama is not among them: vLLM gives its attention layers scales that no checkpoint has to hold, and coverage
-# calls them missing, so every push is refused (docs/VLLM.md, Limits).
-PUSHABLE = [name for name in ARCHITECTURES if name != "llama_int8"]
 
 
 @dataclass
 class Engine:
     """A server of one architecture, and its two checkpoints."""
 
+    name: str
     server: VllmServer
     a: Path
     b: Path
+    holds: Path
 
     def tokens(self) -> list[list[int]]:
         """What it generates now."""
@@ -43,15 +44,29 @@ class Engine:
     def push(self, checkpoint: Path, **options):
         """Pushes a whole checkpoint and gives the report."""
         with TrainerClient(TensorSource(dict(read_checkpoint(checkpoint))), self.server.url, **options) as client:
-            return client.push()
+            report = client.push()
+        self.holds = checkpoint
+        return report
 
 
-@pytest.fixture(scope="module", params=PUSHABLE)
+@pytest.fixture(
+    scope="module", params=[pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in ARCHITECTURES]
+)
 def engine(request, checkpoints, tmp_path_factory):
     """A server that starts with checkpoint a."""
     a, b = (make_checkpoint(request.param, which, checkpoints) for which in "ab")
-    with VllmServer(a, tmp_path_factory.mktemp("log") / "server.log") as server:
-        yield Engine(server, a, b)
+    server = VllmServer(a, tmp_path_factory.mktemp("log") / f"{request.param}.log").begin()
+    with server:
+        assert cold_tokens(a) != cold_tokens(b)
+        yield Engine(request.param, server, a, b, holds=a)
+
+
+@pytest.fixture
+def at_a(engine):
+    """The engine, holding checkpoint a."""
+    if engine.holds != engine.a:
+        engine.push(engine.a)
+    return engine
 
 
 def test_before_the_first_push_it_serves_its_checkpoint_and_names_no_version(engine):
@@ -60,26 +75,28 @@ def test_before_the_first_push_it_serves_its_checkpoint_and_names_no_version(eng
 
 
 @pytest.mark.parametrize("mode", ["layerwise", "direct"])
-def test_pushing_what_it_has_changes_no_token(engine, mode):
-    engine.push(engine.a, mode=mode)
-    assert engine.tokens() == cold_tokens(engine.a)
+def test_pushing_what_it_has_changes_no_token(at_a, mode):
+    report = at_a.push(at_a.a, mode=mode)
+    assert at_a.tokens() == cold_tokens(at_a.a)
+    assert at_a.server.get("weight_info")["weight_version"] == report.version
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("mode", ["layerwise", "direct"])
-def test_a_push_equals_a_cold_start_and_back(engine, mode, transport):
-    for checkpoint in (engine.b, engine.a, engine.b, engine.a):
-        report = engine.push(checkpoint, mode=mode, transport=transport)
-        assert engine.tokens() == cold_tokens(checkpoint)
-        assert engine.server.get("weight_info")["weight_version"] == report.version
+def test_a_push_equals_a_cold_start_and_back(at_a, mode, transport):
+    for checkpoint in (at_a.b, at_a.a):
+        report = at_a.push(checkpoint, mode=mode, transport=transport)
+        assert at_a.tokens() == cold_tokens(checkpoint)
+        assert at_a.server.get("weight_info")["weight_version"] == report.version
         assert report.transport == transport
 
 
-def test_the_report_names_the_modules_that_a_direct_push_had_to_stage_and_why(engine):
-    staged = engine.push(engine.a, mode="direct").ranks[0]["targets"]["model"]["fallbacks"]
+def test_the_report_names_the_modules_that_a_direct_push_had_to_stage_and_why(at_a):
+    staged = at_a.push(at_a.a, mode="direct").ranks[0]["targets"]["model"]["fallbacks"]
     assert "process_weights_after_loading may change its layout" in staged["model.layers.0.self_attn.o_proj"]
-    assert "model.norm" not in staged
-    assert "model.layers.0.input_layernorm" not in staged
+    assert all(reason for reason in staged.values())
+    for norm in ("model.norm", "model.layers.0.input_layernorm", "model.layers.1.post_attention_layernorm"):
+        assert norm not in staged
 
 
 class Altered(WeightSource):
@@ -92,8 +109,6 @@ class Altered(WeightSource):
     @property
     def metadata(self):
         if self._metadata is None:
-            from weightsync.manifest import ParamMeta
-
             self._metadata = [ParamMeta(name, t.dtype, tuple(t.shape)) for name, t in self.weights]
         return self._metadata
 
@@ -102,6 +117,7 @@ class Altered(WeightSource):
 
 
 NORM = "model.layers.1.post_attention_layernorm.weight"
+PROJECTION = "model.layers.1.self_attn.o_proj.weight"
 
 
 def missing(weights):
@@ -117,11 +133,11 @@ def duplicated(weights):
 
 
 def misshaped(weights):
-    return [(n, t[:, :-1] if n == "model.layers.1.self_attn.o_proj.weight" else t) for n, t in weights]
+    return [(n, t[:, :-1] if n == PROJECTION else t) for n, t in weights]
 
 
 def mistyped(weights):
-    return [(n, t.to(torch.float32) if n == "model.layers.1.self_attn.o_proj.weight" else t) for n, t in weights]
+    return [(n, t.to(torch.float64) if n == PROJECTION else t) for n, t in weights]
 
 
 @pytest.mark.parametrize("mode", ["layerwise", "direct"])
@@ -136,12 +152,45 @@ def mistyped(weights):
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
-def test_a_push_that_does_not_fit_is_refused_by_name(engine, mode, alter, error, name):
-    before = engine.server.get("weight_info")
+def test_a_push_that_does_not_fit_is_refused_by_name(at_a, mode, alter, error, name):
+    before = at_a.server.get("weight_info")
     with (
-        TrainerClient(Altered(alter(read_checkpoint(engine.b))), engine.server.url, mode=mode) as client,
+        TrainerClient(Altered(alter(read_checkpoint(at_a.b))), at_a.server.url, mode=mode) as client,
         pytest.raises(error, match=name),
     ):
         client.push()
-    assert engine.tokens() == cold_tokens(engine.a)
-    assert engine.server.get("weight_info")["weight_version"] == before["weight_version"]
+    assert at_a.tokens() == cold_tokens(at_a.a)
+    after = at_a.server.get("weight_info")
+    assert (after["weight_version"], after["state"], after["is_paused"]) == (before["weight_version"], "live", False)
+
+
+def test_with_casts_allowed_a_tensor_of_another_dtype_is_cast_by_the_loader(at_a):
+    weights = dict(read_checkpoint(at_a.b))
+    with TrainerClient(
+        TensorSource({n: t.float() if n == NORM else t for n, t in weights.items()}), at_a.server.url, casts="allow"
+    ) as client:
+        report = client.push()
+    at_a.holds = at_a.b
+    assert at_a.tokens() == cold_tokens(at_a.b)
+    assert NORM in report.ranks[0]["targets"]["model"]["interpreted"]
+
+
+def test_scales_that_a_checkpoint_may_lack_are_taken_and_are_gone_after_a_push_without_them(at_a):
+    if at_a.name != "llama_int8":
+        with pytest.raises(CoverageError, match=r"self_attn\.k_scale"):
+            push_with_scales(at_a)
+        return
+    taken = push_with_scales(at_a)
+    assert taken.ranks[0]["targets"]["model"]["num_names"] == len(read_checkpoint(at_a.a)) + 6
+    at_a.push(at_a.a)
+    assert at_a.tokens() == cold_tokens(at_a.a)
+
+
+def push_with_scales(engine):
+    """Checkpoint b with scales of the attention's keys, values and queries."""
+    scales = {f"model.layers.{i}.self_attn.{which}_scale": torch.tensor([2.0]) for i in (0, 1) for which in "qkv"}
+    weights = dict(read_checkpoint(engine.b)) | scales
+    with TrainerClient(TensorSource(weights), engine.server.url) as client:
+        report = client.push()
+    engine.holds = engine.b
+    return report

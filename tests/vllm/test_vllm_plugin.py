@@ -125,9 +125,12 @@ def test_no_update_starts_while_the_weights_are_not_mapped():
         def wake_up(self, tags=None):
             return tags
 
-    plugin.watch_sleep(Worker)
+        def reload_weights(self):
+            return "reloaded"
+
+    plugin.watch_worker(Worker)
     watched = Worker.sleep
-    plugin.watch_sleep(Worker)
+    plugin.watch_worker(Worker)
     assert Worker.sleep is watched
     engine, worker = make_engine(), Worker()
     engine._worker = worker

@@ -88,7 +88,7 @@ def _record_layouts_after_construction() -> None:
             _leave_out_what_is_no_part_of_a_model()
             _keep_scales_of_native_handles()
             _declare_optional_scales(model)
-            watch_sleep(Worker)
+            watch_worker(Worker)
             record_layouts(model)
         return result
 
@@ -125,15 +125,19 @@ def _declare_optional_scales(model: Any) -> None:
                 parameter.weight_loader_optional = True
 
 
-def watch_sleep(worker_class: Any) -> None:
-    """Makes workers of a class remember that their weights are not mapped; vLLM's own flag for it also means "paused".
+def watch_worker(worker_class: Any) -> None:
+    """Makes workers of a class remember what vLLM's own calls do to the weights.
+
+    While they sleep, their weights are not mapped; vLLM's own flag for it also means "paused". After a reload of vLLM's
+    own they are no version that was ever pushed.
 
     Args:
-        worker_class: vLLM's worker class, with `sleep(level)` and `wake_up(tags)`. Watching it again changes nothing.
+        worker_class: vLLM's worker class, with `sleep(level)`, `wake_up(tags)` and `reload_weights(...)`. Watching it
+            again changes nothing.
     """
     if hasattr(worker_class.sleep, "__wrapped__"):
         return
-    sleep, wake_up = worker_class.sleep, worker_class.wake_up
+    sleep, wake_up, reload_weights = worker_class.sleep, worker_class.wake_up, worker_class.reload_weights
 
     @functools.wraps(sleep)
     def watched_sleep(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -147,7 +151,15 @@ def watch_sleep(worker_class: Any) -> None:
             setattr(self, ASLEEP, False)
         return result
 
+    @functools.wraps(reload_weights)
+    def watched_reload(self: Any, *args: Any, **kwargs: Any) -> Any:
+        from weightsync.integrations.vllm_engine import forget_version
+
+        forget_version(self)
+        return reload_weights(self, *args, **kwargs)
+
     worker_class.sleep, worker_class.wake_up = watched_sleep, watched_wake_up
+    worker_class.reload_weights = watched_reload
 
 
 def _leave_out_what_is_no_part_of_a_model() -> None:

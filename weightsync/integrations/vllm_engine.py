@@ -35,6 +35,7 @@ from weightsync.control import Json, error_to_json
 from weightsync.errors import ProtocolError, ReloadError
 from weightsync.integrations.vllm import ASLEEP, BACKEND, check_version
 from weightsync.reachable import leave_modules_out
+from weightsync.reload.state import state_of
 from weightsync.worker.receiver import Receiver
 
 MODEL, DRAFT = "model", "draft"
@@ -259,6 +260,20 @@ def answer(worker: Any, route: str, body: Json) -> Json:
         return {"rank": engine.call(route, body, worker)}
     except Exception as error:
         return {"error": error_to_json(error)}
+
+
+def forget_version(worker: Any) -> None:
+    """What vLLM's own reload from disk means for us: the weights are no version that was ever pushed.
+
+    Raises:
+        ReloadError: A push is under way.
+    """
+    engine = getattr(worker, "weight_transfer_engine", None)
+    if not isinstance(engine, WeightSyncEngine):
+        return
+    if engine.receiver.state == "loading":
+        raise ReloadError("a weight update is under way; finish or abort it before vLLM reloads weights itself")
+    state_of(engine.receiver.targets[MODEL]).version = None
 
 
 def ranks_of(results: list[Json]) -> list[Json]:
