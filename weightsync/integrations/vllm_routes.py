@@ -76,6 +76,7 @@ class EngineControl:
             control.PAUSE: self._pause,
             control.RESUME: self._resume,
             control.IS_PAUSED: self._is_paused,
+            _START_DRAFT: self._refuse_draft_start,
         }.get(route)
         return await handler(route, body) if handler is not None else {"ranks": await self._ranks(route, body)}
 
@@ -140,6 +141,12 @@ class EngineControl:
         finished = await self._finish(control.FINISH, finish)
         ranks = [{**m, **f} for m, f in zip(moved["ranks"], finished["ranks"], strict=True)]
         return {**started, **finished, "ranks": ranks}
+
+    async def _refuse_draft_start(self, route: str, body: Json) -> Json:
+        raise ProtocolError(
+            "a push names its targets in the handshake: the draft model is target 'draft', as in "
+            "TrainerClient({'model': trainer_model, 'draft': draft_model}, url)"
+        )
 
     async def _reset_caches(self) -> Json:
         """Drops whatever was computed from the old weights, and says what.
@@ -267,11 +274,13 @@ def attach(app: Any) -> None:
 
         return Route(f"/{name}", handle, methods=["GET"] if name in control.READ_ONLY_ROUTES else ["POST"])
 
-    app.router.routes[:0] = [endpoint(name) for name in control.ROUTES if name != control.HEALTH]
+    ours = [*control.ROUTES, _START_DRAFT]
+    app.router.routes[:0] = [endpoint(name) for name in ours if name != control.HEALTH]
     app.add_middleware(TornGate, state=app.state)
 
 
 _ANSWERED = (control.CHECKER,)
+_START_DRAFT = "start_draft_weight_update"  # vLLM's route for a push of the draft model alone
 
 
 def engine_control(request: Request) -> EngineControl:
