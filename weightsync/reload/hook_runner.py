@@ -96,7 +96,7 @@ class HookRunner:
     def start_staging(self, staging: Staging) -> None:
         """Gives staged tensors the bytes that they start from."""
         if self._partial is not None:
-            self._partial.start(staging)
+            self._partial.start(staging, state_of(self.model).compounding)
 
     def write(self, path: str, live: torch.Tensor, value: torch.Tensor) -> None:
         """Copies a value into live bytes, saving the old ones first."""
@@ -126,9 +126,14 @@ class HookRunner:
             return None
         owners = {id(hook.owner) for hook in hooks}
         owned = [path for path, module in self.modules.items() if id(module) in owners]
-        below = [path for path in [*self._world.below(hooks), *owned] if path not in unit.modules]
+        below = [path for path in [*self._world.below(hooks), *owned] if path not in unit.from_record]
         paths = dict.fromkeys([*unit.modules, *(hook.path for hook in hooks), *below])
         own = unit.needs.union(paths)
+        added = frozenset(child for path in [*unit.from_record, *below] for child in self._world.added_children(path))
+        if added:  # made anew by a hook: its tensors can be settled once the whole model is walked
+            for hook in hooks:
+                state_of(self.model).reach[hook.name] = added
+            return staging
         try:
             self._run([staging], below, hooks, self.live.of_modules(paths), paths, own)
         except Wide as found:
@@ -151,6 +156,7 @@ class HookRunner:
                 "all data"
             )
         found.undo.restore()
+        self._world.show_flags()
         self._guards.forget(hooks)
         return found.undo.staged_again()[0]
 
@@ -245,6 +251,7 @@ class HookRunner:
                 self._world.show_flags()
                 stagings = undo.staged_again(trial.shown, trial.left)
                 swap = self._swap(below, stagings, trial)
+        self._world.leave_flags()
         state.harmless |= suspects - state.compounding
         for hook in hooks:
             state.known.add(hook.name)
@@ -268,10 +275,11 @@ class HookRunner:
 
     def _swap(self, below: Collection[str], stagings: Sequence[Staging], trial: Trial) -> Swap:
         state = state_of(self.model)
-        staged = {path for staging in stagings for path in staging.unit.from_record}
+        staged = [scope for staging in stagings for scope in staging.swap.scopes]
         compounding = {*state.compounding, *trial.shown}
+        paths = [*below, *(path for staging in stagings for path in staging.unit.from_record)]
         return Swap(
-            self._world.around(below, compounding, staged),
+            self._world.around(paths, compounding, staged),
             new=compounding,
             counters={*state.latches, *trial.shown},
             settings={*state.settings, *trial.left},
@@ -320,7 +328,7 @@ class HookRunner:
                 return path in self.loaded or path in log.written_staged or not unchanged
 
             for each in [*swaps, outer]:
-                keep_untouched(each, assigned, is_new_value)
+                keep_untouched(each, assigned, is_new_value, self._world.hidden)
             settle(self.model, before, self.write, slots=self._slots(paths))
         except BaseException:
             for part in reversed(installed):

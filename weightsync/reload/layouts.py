@@ -48,10 +48,12 @@ class ModuleRecord:
         scopes: Its parameters, its buffers, its attributes, and what the helper objects, functions and partials that it
             holds have.
         outer: What closures and calls hold, which others may hold too.
+        children: Names of its child modules.
     """
 
     scopes: tuple[Scope, ...]
     outer: tuple[Scope, ...] = ()
+    children: frozenset[str] = frozenset()
 
     @cached_property
     def besides_parameters(self) -> tuple[Scope, ...]:
@@ -130,6 +132,7 @@ def record_layouts(model: torch.nn.Module) -> None:
             module: ModuleRecord(
                 tuple(scope for scope in scopes if not is_outer(scope)),
                 tuple(scope for scope in scopes if is_outer(scope)),
+                frozenset(module._modules),
             )
             for module, scopes in records.items()
         }

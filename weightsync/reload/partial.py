@@ -11,7 +11,7 @@ rest of a partly sent parameter can't be got back from the processed bytes, so t
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 import torch
 
@@ -66,11 +66,17 @@ class Partial:
         """Paths of parameters that are not, or not wholly, loaded."""
         return {path for path, loadable in self._loadable.items() if self._loaded[path] < loadable}
 
-    def start(self, staging: Staging) -> None:
-        """Lets staged tensors start from the live bytes, where those are in the same layout."""
+    def start(self, staging: Staging, compounding: Collection[str]) -> None:
+        """Lets staged tensors start from the live bytes, where those are in the same layout.
+
+        Args:
+            staging: The staged unit.
+            compounding: Tensors that start as recorded, since hooks go on from their value.
+        """
         for path, staged in staging.tensors.items():
             live = self._live.by_path.get(path)
-            if live is not None and same_layout(staged, live.alias):
+            is_derived = self._loadable.get(path) == 0  # hooks make it from others, and start as in the first load
+            if path not in compounding and not is_derived and live is not None and same_layout(staged, live.alias):
                 staged.copy_(live.alias)
 
     def refuse_unfit(self, modules: Iterable[str], coming: Iterable[tuple[Entry, ReloadPlan]] = ()) -> None:

@@ -19,7 +19,7 @@ from weightsync.errors import LayoutError, shown
 from weightsync.reachable import Slot, replace, walk
 from weightsync.reload.audit import LiveSlot, address
 from weightsync.reload.records import same_layout
-from weightsync.reload.scopes import ABSENT, tensors_in
+from weightsync.reload.scopes import ABSENT, PLAIN, Scope, tensors_in
 from weightsync.reload.swap import Swap
 
 Write = Callable[[str, torch.Tensor, torch.Tensor], None]
@@ -84,7 +84,10 @@ def settle(
 
 
 def keep_untouched(
-    swap: Swap, assigned: Mapping[int, set[str]], is_new_value: Callable[[str, torch.Tensor], bool]
+    swap: Swap,
+    assigned: Mapping[int, set[str]],
+    is_new_value: Callable[[str, torch.Tensor], bool],
+    hidden: list[tuple[Scope, dict[Any, Any]]] | None = None,
 ) -> None:
     """Takes the recorded world out again, except for what was loaded or set by a hook.
 
@@ -96,6 +99,8 @@ def keep_untouched(
         swap: Installed.
         assigned: Names assigned on each holder since.
         is_new_value: `is_new_value(path, tensor)`: whether a tensor that `swap` made was loaded or written since.
+        hidden: Where plain items go that a dict or set held, was found without, and that hooks put others beside:
+            further hooks have to find it without them too. None to put them back at once.
     """
     for scope, start, live in zip(swap.scopes, swap.start, swap.live, strict=True):
         now = scope.read()
@@ -114,6 +119,10 @@ def keep_untouched(
                     for (rest, _, there), (_, _, was) in pairs
                     if isinstance(there, torch.Tensor) and isinstance(was, torch.Tensor) and there is not was
                 )
+            is_hidden = scope.registry == "items" and value is first is ABSENT and isinstance(old, PLAIN)
+            if hidden is not None and is_hidden and len(now) != len(start):
+                hidden.append((scope, {name: old}))
+                continue
             chosen = value if keep else old
             if chosen is not ABSENT:
                 final[name] = chosen

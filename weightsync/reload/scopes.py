@@ -24,7 +24,7 @@ import torch
 from weightsync import reachable
 from weightsync.reload.records import TensorLayout
 
-Registry = Literal["parameters", "buffers", "attributes", "cells", "call", "items"]
+Registry = Literal["parameters", "buffers", "modules", "attributes", "cells", "call", "items"]
 
 ABSENT: Any = object()
 # Stands for "whatever is live": a value that no swap touches.
@@ -112,6 +112,10 @@ class Scope:
         label = f"<{name}>" if self.registry == "cells" else name
         return f"{self.path}.{label}" if self.path else str(label)
 
+    def key_of(self, name: Any) -> str:
+        """Path by which it is remembered whose a name is: items of a container go together."""
+        return self.path if self.registry == "items" else self.path_of(name)
+
 
 def scope_of(holder: Any, registry: Registry, path: str, layouts: Mapping[int, TensorLayout]) -> Scope:
     """Records one holder's names as they are now.
@@ -178,6 +182,32 @@ def _stripped(value: Any) -> Any:
     return LIVE
 
 
+def in_place(value: Any, there: Any, path: str) -> tuple[Any, list[tuple[Any, Container, str]]]:
+    """Takes those containers out of a recorded value that can be refilled in place.
+
+    Args:
+        value: Recorded value.
+        there: What is at its place.
+        path: Its path.
+
+    Returns:
+        The value with `LIVE` in their place, and of each the live container, what it was, and its path.
+    """
+    if not isinstance(value, Container) or type(there) is not value.cls:
+        return value, []
+    if value.is_mutable:
+        return LIVE, [(there, value, path)]
+    others: tuple[Any, ...] = tuple(there)  # type: ignore[arg-type]  # of the recorded container's type
+    if len(others) != len(value.items):
+        return value, []
+    parts: list[tuple[Any, list[tuple[Any, Container, str]]]] = [
+        in_place(item, other, f"{path}[{index}]")
+        for index, (item, other) in enumerate(zip(value.items, others, strict=True))
+    ]
+    found = [entry for _, entries in parts for entry in entries]
+    return (replace(value, items=tuple(item for item, _ in parts)) if found else value), found
+
+
 def is_outer(scope: Scope) -> bool:
     """Whether only code leads to a holder: closures, default arguments, what a partial is called with.
 
@@ -230,7 +260,7 @@ _CALL_NAMES = {functools.partial: ("func", "args", "keywords"), types.FunctionTy
 
 
 def _read(holder: Any, registry: Registry) -> dict[Any, Any]:
-    if registry in ("parameters", "buffers"):
+    if registry in ("parameters", "buffers", "modules"):
         return dict(getattr(holder, f"_{registry}"))
     if registry == "cells":
         return {name: cell.cell_contents for name, cell in reachable.cells_of(holder) if reachable.is_set(cell)}
@@ -248,7 +278,7 @@ def _read(holder: Any, registry: Registry) -> dict[Any, Any]:
 
 
 def _write(holder: Any, registry: Registry, now: Mapping[Any, Any], values: Mapping[Any, Any]) -> None:
-    if registry in ("parameters", "buffers"):
+    if registry in ("parameters", "buffers", "modules"):
         table = getattr(holder, f"_{registry}")
         table.clear()
         table.update(values)

@@ -2,14 +2,15 @@
 
     live -> loading -> live | torn          torn -> loading -> live | torn
 
-The state hangs on the model itself, so that it lives and dies with it; it is not part of `state_dict`, and a copy of a
-model starts without one.
+The state hangs on the model itself, so that it lives and dies with it; it is not part of `state_dict`. A deep copy of a
+model takes the records along, but neither version nor session.
 
     state_of(model).status     # "live", "loading" or "torn"
 """
 
 from __future__ import annotations
 
+import copy
 import threading
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from weightsync.reload.post_load import Recorded
     from weightsync.reload.transaction import ReloadSession
 
+# What a copy of a model takes along.
+_COPIED = ("records", "hooks", "compounding", "harmless", "latches", "settings", "reach", "known")
 Status = Literal["live", "loading", "torn"]
 _ATTRIBUTE = "_weightsync_state"
 
@@ -71,7 +74,11 @@ class ModelState:
     gate: list[Any] = field(default_factory=list)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModelState:
-        return ModelState()
+        """A copy of a model is as its original was recorded, and lives a life of its own otherwise."""
+        copied = memo[id(self)] = ModelState()
+        for name in _COPIED:
+            setattr(copied, name, copy.deepcopy(getattr(self, name), memo))
+        return copied
 
     def __reduce__(self) -> tuple[Any, tuple[()]]:
         return _fresh_state, ()

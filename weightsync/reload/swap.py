@@ -26,6 +26,7 @@ from weightsync.reload.scopes import (
     PLAIN,
     Container,
     Scope,
+    in_place,
     is_counter,
     is_plain,
     is_queue,
@@ -90,9 +91,8 @@ class Swap:
         for scope, values in zip(self.scopes, self._other, strict=True):
             scope.write(values)
 
-    def add(self, scopes: Iterable[Scope]) -> None:
-        """Takes in further scopes and installs them at once; for a swap that is installed."""
-        further = Swap(scopes, counters=self._counters)
+    def add(self, further: Swap) -> None:
+        """Takes in another swap and installs it at once; for a swap that is installed."""
         further.install()
         self.scopes += further.scopes
         self.live += further.live
@@ -177,10 +177,10 @@ class Swap:
             names = dict.fromkeys([*live, *scope.values])
         else:
             added = [name for name in live if name not in scope.values and isinstance(live[name], PLAIN)]
-            left = [name for name in added if scope.path_of(name) in self._settings]
-            self.flags.update(scope.path_of(name) for name in added if name not in left)
+            left = [name for name in added if scope.key_of(name) in self._settings]
+            self.flags.update(scope.key_of(name) for name in added if name not in left)
             names = dict.fromkeys([*scope.values, *left])
-        values = {n: self._build(scope.values.get(n, LIVE), live.get(n, ABSENT), scope.path_of(n)) for n in names}
+        values = {n: self._build(scope.values.get(n, LIVE), live.get(n, ABSENT), scope.key_of(n)) for n in names}
         return {name: value for name, value in values.items() if value is not ABSENT}
 
     def _entries(self) -> list[tuple[Scope, Any, Any, Any]]:
@@ -201,19 +201,20 @@ class Swap:
                 if id(scope.holder) in seen:
                     continue
                 seen.add(id(scope.holder))
-            containers = {n: v for n, v in scope.values.items() if isinstance(v, Container) and v.is_mutable}
+            containers = {n: v for n, v in scope.values.items() if isinstance(v, Container)}
             if containers:
                 now, values = scope.read(), dict(scope.values)
                 for name, value in containers.items():
                     there, path = now.get(name, ABSENT), scope.path_of(name)
-                    is_same = type(there) is value.cls
-                    if self._is_left_alone(value, there, path) or (
-                        is_same and scope.is_partial and is_queue(value, there)
-                    ):
+                    if self._is_left_alone(value, there, path):
                         values[name] = LIVE
-                    elif is_same:
-                        values[name] = LIVE
-                        pending.append(Scope(there, "items", path, value.labelled(), scope.is_partial))
+                        continue
+                    values[name], parts = in_place(value, there, path)
+                    pending.extend(
+                        Scope(holder, "items", where, part.labelled(), scope.is_partial)
+                        for holder, part, where in parts
+                        if not (scope.is_partial and is_queue(part, holder))
+                    )
                 scope = replace(scope, values=values)
             found.append(scope)
         self._position = {id(scope): position for position, scope in enumerate(found)}

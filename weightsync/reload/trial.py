@@ -184,7 +184,8 @@ def _decide(trial: Trial, run: Run, state: ModelState) -> None:
     state.settings |= settings
     state.harmless |= settings
     _settle_flags(trial, run, state)
-    if latches != trial.candidates and (depends or set_by_hooks):
+    is_final = latches == trial.candidates or not (depends or set_by_hooks)
+    if not is_final or latches & trial.others:
         raise Again(Trial("known"), trial.candidates)
 
 

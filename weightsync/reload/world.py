@@ -23,15 +23,18 @@ from typing import Any
 
 import torch
 
+from weightsync.reachable import join_path
 from weightsync.reload.layerwise import ancestors
 from weightsync.reload.layouts import ModuleRecord
 from weightsync.reload.post_load import Hook, declares_direct
 from weightsync.reload.reconcile import keep_untouched
 from weightsync.reload.scopes import (
     ABSENT,
+    LIVE,
     PLAIN,
     Container,
     Scope,
+    in_place,
     is_counter,
     is_outer,
     is_plain,
@@ -52,6 +55,9 @@ class World:
     Args:
         model: The model.
         modules: Its modules by path.
+
+    Attributes:
+        hidden: Plain items of containers that hooks refill, to be put back at the end unless hooks did.
     """
 
     def __init__(self, model: torch.nn.Module, modules: Mapping[str, torch.nn.Module]) -> None:
@@ -64,6 +70,9 @@ class World:
         }
         self._flags: Swap | None = None
         self._owners: dict[int, str] = {}  # `id` of a flag's holder -> module
+        self.hidden: list[tuple[Scope, dict[Any, Any]]] = []
+        self._seen: set[str] = set()
+        self._recent: list[Swap] = []
         self._told: set[tuple[int, Any]] = set()
 
     def below(self, hooks: Iterable[Hook]) -> list[str]:
@@ -71,28 +80,44 @@ class World:
         owners = {hook.path for hook in hooks}
         return [path for path in self._records if not owners.isdisjoint(ancestors(path))]
 
-    def around(self, paths: Iterable[str], compounding: Collection[str], staged: Collection[str] = ()) -> list[Scope]:
+    def around(self, paths: Iterable[str], compounding: set[str], staged: Iterable[Scope] = ()) -> list[Scope]:
         """What to swap besides staged tensors.
 
         Args:
             paths: Modules to show as recorded; parameters that a checkpoint fills stay live.
             compounding: Paths of tensors that hooks process in place, wherever they are.
-            staged: Modules that are shown as recorded by their staged copies.
+            staged: What staged copies show already.
         """
-        chosen = dict.fromkeys(path for path in paths if path in self._records)
-        scopes: list[Scope] = []
-        for path in chosen:
+        covered = {(id(scope.holder), scope.registry) for scope in staged}
+        found: list[Scope] = []
+        for path in dict.fromkeys(path for path in paths if path in self._records):
             parameters = self._records[path].scopes[0]
             derived = {name for name, value in parameters.values.items() if _is_derived(value)}
             if derived:
-                scopes.append(only(parameters, derived))
-            scopes.extend(self._records[path].besides_parameters)
+                found.append(only(parameters, derived))
+            found.extend(self._records[path].besides_parameters)
+            if self.added_children(path):
+                module = parameters.holder
+                found.append(
+                    Scope(
+                        module, "modules", path, {n: LIVE for n in module._modules if n in self._records[path].children}
+                    )
+                )
+        found = [scope for scope in found if (id(scope.holder), scope.registry) not in covered]
+        covered.update((id(scope.holder), scope.registry) for scope in found)
         far: dict[int, tuple[Scope, set[Any]]] = {}
-        for path in compounding:
-            module, scope, name = self.places.get(path, ("", None, ""))
-            if scope is not None and module not in chosen and module not in staged:
+        for path in compounding & self.places.keys() if compounding else ():
+            _, scope, name = self.places[path]
+            if (id(scope.holder), scope.registry) not in covered:
                 far.setdefault(id(scope), (scope, set()))[1].add(name)
-        return scopes + [only(scope, names) for scope, names in far.values()]
+        return found + [only(scope, names) for scope, names in far.values()]
+
+    def added_children(self, path: str) -> list[str]:
+        """Paths of child modules that a module has now and had not when it was recorded."""
+        record = self._records.get(path)
+        if record is None:
+            return []
+        return [join_path(path, f".{n}") for n in record.scopes[0].holder._modules if n not in record.children]
 
     @cached_property
     def places(self) -> dict[str, tuple[str, Scope, Any]]:
@@ -111,14 +136,34 @@ class World:
         return all(layout.keeps_start for _, layout, _ in tensors_in(scope.values[name], ABSENT))
 
     def show_flags(self) -> None:
-        """Lets hooks find what is known to be a flag as recorded, from now on; may be called again with more known."""
+        """Lets hooks find what is known to be a flag as recorded, from now on; may be called again with more known.
+
+        What was shown since the last `leave_flags` is shown again, for runs that were undone.
+        """
+        for swap in self._recent:
+            swap.install()
         if self._flags is None:
             self._flags = Swap([], counters=None)
-        for path, record in self._records.items():
-            found = list(_flags((*record.scopes, *record.outer), self._state.latches))
+        new = self._state.latches - self._seen
+        self._seen |= new
+        for path, record in self._records.items() if new else ():
+            found = list(_flags((*record.scopes, *record.outer), new))
             if found:
                 self._owners.update((id(scope.holder), path) for scope in found)
-                self._flags.add(found)
+                self._recent.append(Swap(found, counters=None))
+                self._flags.add(self._recent[-1])
+
+    def leave_flags(self) -> None:
+        """Tells that hooks have run, with all that is known by now shown as recorded: it is theirs from here on."""
+        new = self._state.latches - self._seen
+        for path, record in self._records.items() if new else ():
+            for scope in _with_containers((*record.scopes, *record.outer)):
+                names = [name for name in scope.read() if scope.key_of(name) in new]
+                if names and self._flags is not None:  # watched, should further hooks set them
+                    self._owners[id(scope.holder)] = path
+                    self._flags.add(Swap([replace(scope, values=dict.fromkeys(names, LIVE), is_partial=True)]))
+        self._seen |= self._state.latches
+        self._recent.clear()
 
     def undecided(self, modules: Collection[str]) -> dict[str, str]:
         """Plain values, not as recorded, of which it is not known whether hooks need them.
@@ -133,7 +178,7 @@ class World:
         found: dict[str, str] = {}
         for module, record in self._records.items():
             scopes = record.outer if module in modules else (*record.scopes, *record.outer)
-            found.update((path, module) for path in _paths(_flags(scopes)) if path not in known)
+            found.update((path, module) for path in _keys(_flags(scopes)) if path not in known)
         return found
 
     def show(self, paths: Collection[str]) -> Swap:
@@ -157,6 +202,10 @@ class World:
         if self._flags is not None:
             keep_untouched(self._flags, assigned, lambda path, tensor: False)
             self._flags = None
+        for scope, names in self.hidden:
+            now = scope.read()
+            scope.write(now | {name: value for name, value in names.items() if name not in now})
+        self.hidden.clear()
 
 
 def _flags(scopes: Sequence[Scope], chosen: Collection[str] | None = None) -> Iterator[Scope]:
@@ -166,27 +215,41 @@ def _flags(scopes: Sequence[Scope], chosen: Collection[str] | None = None) -> It
         scopes: Where to look.
         chosen: Paths to take; None for all.
     """
-    pending = list(scopes)[::-1]
-    while pending:
-        scope = pending.pop()
+    for scope in _with_containers(scopes):
         now, values = scope.read(), {}
         for name, value in scope.values.items():
             there = now.get(name, ABSENT)
             if not is_outer(scope) and is_counter(value) and is_counter(there):
                 continue  # engines count, too
-            if isinstance(value, Container) and value.is_mutable and type(there) is value.cls:
-                if not is_queue(value, there):
-                    pending.append(Scope(there, "items", scope.path_of(name), value.labelled()))
-            elif is_plain(value) and is_plain(there) and not same_plain(value, there):
+            if is_plain(value) and is_plain(there) and not same_plain(value, there):
                 values[name] = value
         added = [name for name in now if name not in scope.values] if _may_hide(scope) else []
         for name in added:
             if isinstance(scope.holder, set) or isinstance(now[name], PLAIN):
                 values[name] = ABSENT
         if chosen is not None:
-            values = {n: v for n, v in values.items() if scope.path_of(n) in chosen or scope.path in chosen}
+            values = {n: v for n, v in values.items() if scope.key_of(n) in chosen}
         if values:
             yield replace(scope, values=values, is_partial=True)
+
+
+def _with_containers(scopes: Sequence[Scope]) -> Iterator[Scope]:
+    """The scopes, and one for each recorded container that is still there."""
+    pending = list(scopes)[::-1]
+    while pending:
+        scope = pending.pop()
+        yield scope
+        now = scope.read() if any(isinstance(value, Container) for value in scope.values.values()) else {}
+        for name in now.keys() & scope.values.keys():
+            value, there = scope.values[name], now[name]
+            if not is_outer(scope) and is_counter(value) and is_counter(there):
+                continue
+            _, parts = in_place(value, there, scope.path_of(name))
+            pending.extend(
+                Scope(holder, "items", path, part.labelled())
+                for holder, part, path in parts
+                if not is_queue(part, holder)
+            )
 
 
 def _may_hide(scope: Scope) -> bool:
@@ -194,10 +257,8 @@ def _may_hide(scope: Scope) -> bool:
     return scope.registry == "items" or isinstance(scope.holder, types.FunctionType)
 
 
-def _paths(scopes: Iterable[Scope]) -> Iterator[str]:
-    """Paths of a container's items stand for the container, since a log grows."""
-    for scope in scopes:
-        yield from [scope.path] if scope.registry == "items" else [scope.path_of(name) for name in scope.values]
+def _keys(scopes: Iterable[Scope]) -> Iterator[str]:
+    return (scope.key_of(name) for scope in scopes for name in scope.values)
 
 
 def _is_derived(value: Any) -> bool:
