@@ -200,21 +200,20 @@ class Bank:
             part = _every_shard(self.num_slots, gated) if whole else tuple(s for s in shards if (s[1] != "w2") == gated)
             if not part:
                 continue
-            weight = self.tensor(module, "weight", part[0][1])
+            weight, block_scale = (self._as_it_is(module, kind, gated) for kind in ("weight", "weight_scale_inv"))
             if self.requantises:
-                scale = self.tensor(module, "weight_scale", part[0][1])
+                scale = self._as_it_is(module, "weight_scale", gated)
             else:
                 scale = _no_scale(self.num_slots, weight.shape[1], weight.shape[2] // layout.BLOCK)
             stacks.append(
-                StagedShards(
-                    weight,
-                    self.tensor(module, "weight_scale_inv", part[0][1]),
-                    scale,
-                    _halves_of(part),
-                    functools.partial(_labels, name, part),
-                )
+                StagedShards(weight, block_scale, scale, _halves_of(part), functools.partial(_labels, name, part))
             )
         return stacks
+
+    def _as_it_is(self, module: nn.Module, kind: str, gated: bool) -> torch.Tensor:
+        """As `tensor`, but the parameter itself: an alias costs an operator, which a reload watches in Python."""
+        parameter: torch.Tensor = getattr(module, f"{self.prefixes[not gated]}_{kind}")
+        return parameter if self.batched else parameter.unsqueeze(0)
 
     def dequantize(self, module: nn.Module, slot: int, shard: str) -> torch.Tensor:
         """Values of a finished shard, float32, (rows, columns) in checkpoint order, without NVFP4's global scale."""
