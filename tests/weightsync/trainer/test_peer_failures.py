@@ -146,5 +146,5 @@ def test_a_server_that_speaks_something_else_is_a_protocol_error():
 
 
 def test_an_engine_that_is_not_there_is_an_error_at_once():
-    with pytest.raises(PeerFailed, match="ConnectError"):
+    with pytest.raises(PeerFailed, match="ConnectionRefusedError"):
         TrainerClient(Toy(1), "http://127.0.0.1:9", deadline_seconds=LONG).push()
