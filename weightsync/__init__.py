@@ -43,7 +43,8 @@ if TYPE_CHECKING:
         start_reload,
     )
     from weightsync.reload.transaction import ReloadSession
-    from weightsync.trainer.client import PushReport, TrainerClient
+    from weightsync.trainer.client import TrainerClient
+    from weightsync.trainer.report import PushReport
     from weightsync.trainer.sources import CheckpointSource, ModuleSource, TensorSource, WeightSource
     from weightsync.verify import Fingerprint, fingerprint
     from weightsync.worker.receiver import Receiver
@@ -101,7 +102,8 @@ _MODULES = {
         "start_reload",
     ],
     "weightsync.reload.transaction": ["ReloadSession"],
-    "weightsync.trainer.client": ["PushReport", "TrainerClient"],
+    "weightsync.trainer.client": ["TrainerClient"],
+    "weightsync.trainer.report": ["PushReport"],
     "weightsync.trainer.sources": ["CheckpointSource", "ModuleSource", "TensorSource", "WeightSource"],
     "weightsync.verify": ["Fingerprint", "fingerprint"],
     "weightsync.worker.receiver": ["Receiver"],

@@ -20,8 +20,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, wait
-from dataclasses import dataclass, field
+from concurrent.futures import FIRST_EXCEPTION, wait
 from types import TracebackType
 
 import torch
@@ -33,6 +32,8 @@ from weightsync.errors import ProtocolError, ReloadError, TransportError
 from weightsync.garbage import collection_paused
 from weightsync.trainer.handshake import Agreement, HandshakeOptions, shake_hands
 from weightsync.trainer.http import HttpEndpoint
+from weightsync.trainer.open_push import Call, OpenPush
+from weightsync.trainer.report import PushReport
 from weightsync.trainer.sources import NamedSource, WeightSource, sources_by_target
 from weightsync.worker.group import EndpointGroup, in_thread, result_within
 
@@ -41,93 +42,6 @@ _EXPLAIN_SECONDS = 5.0  # how long a failed push waits for the engines' own word
 
 # How much longer than an engine the trainer waits: what an engine published in time is then known to both.
 _ANSWER_SECONDS = 0.25
-
-
-@dataclass(frozen=True)
-class PushReport:
-    """What one push did.
-
-    Attributes:
-        version: The version that is live now, on every rank.
-        bytes: Bytes of the tensors that were pushed, each counted once.
-        wire_bytes: Bytes that left the trainer: broadcast bytes once, bytes to single ranks once per rank.
-        copied_bytes: Bytes that had to be copied on the trainer's side first; 0 when everything was read in place.
-        tensors: Number of tensors.
-        seconds: Seconds per stage: `handshake` (0 when none was needed), `start`, `transfer`, `finish`; where one
-            control call does a whole push of mapped memory, all of it counts as `transfer`.
-        transport: The transport that was used.
-        reason: Why that one.
-        ranks: Each rank's own report.
-        interpreted: Number of names that ran through the model's own loader, by target.
-        digests: Rank number -> digest of every tensor, if they were asked for.
-    """
-
-    version: int
-    bytes: int
-    wire_bytes: int
-    copied_bytes: int
-    tensors: int
-    seconds: dict[str, float]
-    transport: str
-    reason: str
-    ranks: list[Json]
-    interpreted: dict[str, int]
-    digests: list[Json] | None = None
-
-    @property
-    def total_seconds(self) -> float:
-        """Seconds of the whole push."""
-        return sum(self.seconds.values())
-
-    @property
-    def gib_per_s(self) -> float:
-        """GiB of tensors per second of the whole push."""
-        return self.bytes / 2**30 / self.total_seconds if self.total_seconds else 0.0
-
-
-@dataclass
-class _Push:
-    """The push under way."""
-
-    version: int
-    bytes_total: int
-    seconds: dict[str, float]
-    bytes_done: int = 0
-    wire_bytes: int = 0
-    copied_bytes: int = 0
-    bytes: int = 0
-    tensors: int = 0
-    calls: list[_Call] = field(default_factory=list)
-    around: Json = field(default_factory=dict)  # start and version, for a single call that does the whole push
-    last: _Call | None = None
-
-
-class _Call:
-    """An `update_weights` call under way (see `base.Pending`)."""
-
-    def __init__(self, future: Future[Json], deadline_seconds: float) -> None:
-        self._future, self._deadline_seconds = future, deadline_seconds
-
-    def check(self) -> None:
-        """See `base.Pending.check`."""
-        if self._future.done():
-            self._future.result()
-
-    def wait(self) -> None:
-        """See `base.Pending.wait`."""
-        result_within(self._future, self._deadline_seconds, "update_weights")
-
-    def answer(self) -> Json:
-        """What the call answered; it has been waited for."""
-        answer: Json = result_within(self._future, 0, "the call")
-        return answer
-
-    def error(self, seconds: float) -> BaseException | None:
-        """The call's error, if it has one within `seconds`."""
-        try:
-            return self._future.exception(timeout=max(seconds, 0))
-        except TimeoutError:
-            return None
 
 
 class TrainerClient:
@@ -197,7 +111,7 @@ class TrainerClient:
         self._group = EndpointGroup(self._owned)
         self._agreement: Agreement | None = None
         self._told: tuple[str, ...] | None = None  # names of a partial push, None for all
-        self._push: _Push | None = None
+        self._push: OpenPush | None = None
 
     # ---- the push ------------------------------------------------------------------------------------------------
 
@@ -245,14 +159,16 @@ class TrainerClient:
         if version is None:
             version = max((a.version for a in agreement.accepts if a.version is not None), default=0) + 1
         total = sum(feed.wanted_bytes for feed in agreement.feeds.values())
-        self._push = _Push(version, total, {"handshake": shaken - begin, "start": 0.0, "transfer": 0.0, "finish": 0.0})
+        self._push = OpenPush(
+            version, total, {"handshake": shaken - begin, "start": 0.0, "transfer": 0.0, "finish": 0.0}
+        )
         try:
             self._start(agreement, self._push, is_whole)
         except BaseException as error:
             raise self._failed(error) from error.__cause__
         self._push.seconds["start"] = time.perf_counter() - shaken
 
-    def _start(self, agreement: Agreement, push: _Push, is_whole: bool) -> None:
+    def _start(self, agreement: Agreement, push: OpenPush, is_whole: bool) -> None:
         generation, offer, own = agreement.sender.refresh()
         new = generation != agreement.generation
         per_rank = {
@@ -273,7 +189,7 @@ class TrainerClient:
         done, _ = wait([calling, meeting], timeout=2 * self._deadline_seconds, return_when=FIRST_EXCEPTION)
         failed = [error for future in done if (error := future.exception()) is not None]
         if meeting in done and meeting.exception() and calling not in done:
-            failed += filter(None, [_Call(calling, 0).error(self._patience())])
+            failed += filter(None, [Call(calling, 0).error(self._patience())])
         if failed:
             raise control.primary_error(failed)
         result_within(calling, 0, "start_weight_update")
@@ -304,13 +220,13 @@ class TrainerClient:
         feed = agreement.feeds[target]
         listed = None if names is None else list(names)
 
-        def post(data: Json, per_rank: Mapping[int, Json], num_waits: int = 1) -> _Call:
+        def post(data: Json, per_rank: Mapping[int, Json], num_waits: int = 1) -> Call:
             own = {agreement.accepts[index].key: part for index, part in per_rank.items()}
             update = Update(agreement.session_id, target, listed, data, own)
             body = {"update_info": control.encode(update), control.SENT: time.monotonic()} | push.around
             seconds = self._deadline_seconds * num_waits + _ANSWER_SECONDS
             route = control.PUSH if push.around else control.UPDATE
-            call = push.last = _Call(
+            call = push.last = Call(
                 in_thread(self._group.call, route, body, seconds), self._deadline_seconds + _ANSWER_SECONDS
             )
             push.calls.append(call)
@@ -402,7 +318,7 @@ class TrainerClient:
             if isinstance(endpoint, HttpEndpoint):
                 endpoint.close()
 
-    def _open(self) -> tuple[_Push, Agreement]:
+    def _open(self) -> tuple[OpenPush, Agreement]:
         if self._push is None or self._agreement is None:
             raise ReloadError("no push is open; call start first")
         return self._push, self._agreement

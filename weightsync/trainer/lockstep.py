@@ -21,7 +21,8 @@ import torch.distributed
 from weightsync.control import Endpoint, Json, error_from_json, error_to_json
 from weightsync.errors import PeerFailed
 from weightsync.manifest import ParamMeta
-from weightsync.trainer.client import PushReport, TrainerClient
+from weightsync.trainer.client import TrainerClient
+from weightsync.trainer.report import PushReport
 from weightsync.trainer.sources import WeightSource
 
 LEADER = 0

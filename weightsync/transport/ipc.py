@@ -27,7 +27,8 @@ from weightsync.control import Json
 from weightsync.errors import ProtocolError, TransportError
 from weightsync.transport.base import Feed, take, take_int
 from weightsync.transport.cuda_driver import HANDLE_BYTES, CudaDriver
-from weightsync.transport.mapped import Exporter, MappedLink, MappedSender, Mapper, Place
+from weightsync.transport.mapped import Exporter, MappedSender, Mapper, Place
+from weightsync.transport.mapped_link import MappedLink
 
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 

@@ -17,7 +17,8 @@ import torch
 from weightsync.control import Json
 from weightsync.errors import TransportError
 from weightsync.transport.base import Feed, take_int
-from weightsync.transport.mapped import Exporter, MappedLink, MappedSender, Mapper, Place
+from weightsync.transport.mapped import Exporter, MappedSender, Mapper, Place
+from weightsync.transport.mapped_link import MappedLink
 
 # What the senders of this process offer: number -> bytes. An entry lives from `handle` to `close` of its exporter.
 _OFFERED: dict[int, torch.Tensor] = {}

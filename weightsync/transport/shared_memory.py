@@ -25,7 +25,8 @@ from weightsync.control import Json
 from weightsync.errors import LayoutError, TransportError
 from weightsync.transport.base import Feed, take_int
 from weightsync.transport.buckets import ALIGNMENT
-from weightsync.transport.mapped import Exporter, MappedLink, MappedSender, Mapper, Place
+from weightsync.transport.mapped import Exporter, MappedSender, Mapper, Place
+from weightsync.transport.mapped_link import MappedLink
 
 # Linux numbers; the fcntl module has them only on Linux, and only newer ones all of them.
 _ADD_SEALS, _GET_SEALS = 1033, 1034

@@ -8,7 +8,6 @@ push.publish()                          # version 7 is live on every target
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -105,7 +104,6 @@ class Push:
     Attributes:
         version: What `publish` makes live.
         bytes_loaded: Bytes of chunks handed to the sessions so far.
-        ended: Set when the push was published or aborted.
         is_announced: Whether the engine was told of the version that is about to go live.
 
     Args:
@@ -136,7 +134,6 @@ class Push:
     ) -> None:
         self.version = version
         self.bytes_loaded = 0
-        self.ended = threading.Event()
         self.is_announced = False
         self._sessions: dict[str, ReloadSession] = {}
         options: dict[str, Any] = {
@@ -174,12 +171,10 @@ class Push:
     def publish(self) -> Json:
         """Makes the version live on every target; gives each target's report."""
         reports = {target: session.finish(self.version) for target, session in self._sessions.items()}
-        self.ended.set()
         return {target: report_json(report) for target, report in reports.items()}
 
     def abort(self, reason: str) -> None:
         """Gives up every target's session: old bytes come back where they can, else the model is torn."""
-        self.ended.set()
         sessions, self._sessions = self._sessions, {}
         for session in sessions.values():
             if session.is_open:

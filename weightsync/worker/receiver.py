@@ -33,12 +33,14 @@ from weightsync import control
 from weightsync.control import Abort, Accept, Check, Finish, Hello, Json, Start, Update
 from weightsync.errors import ProtocolError, ReloadError, TransportError, TransportTimeout
 from weightsync.garbage import collection_paused
-from weightsync.transport.base import Mine, missing_targets
-from weightsync.transport.choose import local_facts, make_link
+from weightsync.transport.base import missing_targets
+from weightsync.transport.choose import local_facts
+from weightsync.worker.checker import answer_check, digests_of
 from weightsync.worker.gate import TORN, Gate
 from weightsync.worker.group import in_thread
 from weightsync.worker.push import Push, live_version, newest_version, plan_target, reload_state
 from weightsync.worker.session import Session, check_hello, read_manifests, target_accept
+from weightsync.worker.silence import watch
 
 UPDATING, PAUSED = "updating", "paused"
 _log = logging.getLogger(__name__)
@@ -258,7 +260,7 @@ class Receiver:
             own = start.per_rank.get(f"{self.engine}/{self.rank}")
             if not isinstance(own, dict):
                 raise ProtocolError(f"the start call has no part for rank {self.engine}/{self.rank}")
-            self._check_plans(session, own)
+            session.check_plans(own)
             self._gate.close(UPDATING, min(self._gate_seconds, session.hello.deadline_seconds))
             hello = session.hello
             self._push = Push(
@@ -272,34 +274,12 @@ class Receiver:
                 hello.casts,
             )
             if start.generation != session.generation:
-                self._connect(session, start, own)
+                session.connect(start, own, self.device)
             with self._guard:
                 is_watched, session.is_watched = session.is_watched, True
             if not is_watched:
-                in_thread(self._watch, session)
+                in_thread(watch, session, self._watched_push, self._give_up_silent)
         return {}
-
-    def _check_plans(self, session: Session, own: Json) -> None:
-        plans = own.get("plans")
-        for target, plan in session.plans.items():
-            told = plans.get(target) if isinstance(plans, dict) else None
-            if told != plan.plan_hash:
-                raise ProtocolError(
-                    f"target {target!r}: the trainer goes by plan {told}, this rank by plan {plan.plan_hash}"
-                )
-
-    def _connect(self, session: Session, start: Start, own: Json) -> None:
-        if start.offer is None:
-            raise ProtocolError(f"offer {start.generation} is not connected here, and the start call does not carry it")
-        transport = start.offer.get("transport")
-        if session.link is None:
-            session.link = make_link(transport, self.device)
-        mine = {target: Mine(plan.manifest, plan.owned) for target, plan in session.plans.items()}
-        own_offer = own.get("offer", {})
-        if not isinstance(own_offer, dict):
-            raise ProtocolError(f"the rank's part of the offer must be an object, got {own_offer!r:.80}")
-        session.link.connect(start.offer, own_offer, mine, session.hello.deadline_seconds)
-        session.generation = start.generation
 
     def _whole_push(self, body: Json, since: float) -> Json:
         """Start, one update and finish: three calls in one, and Python runs while the GPU copies."""
@@ -392,19 +372,9 @@ class Receiver:
         return self._abort(abort)
 
     def _check(self, check: Check) -> Json:
-        from weightsync.verify import fingerprint
-
         with self._take_turn(self._gate_seconds):
-            found: dict[str, Any] = {}
-            for target, model in self.targets.items():
-                found |= {f"{target}.{path}": row.digest for path, row in fingerprint(model).rows.items()}
-        if check.action == "checksum":
-            return {"checksums": found}
-        if check.action != "compare" or check.baseline is None:
-            raise ProtocolError(f"weight_checker knows checksum and compare (with a baseline), got {check.action!r}")
-        baseline = check.baseline
-        mismatches = sorted(key for key in found.keys() | baseline.keys() if found.get(key) != baseline.get(key))
-        return {"match": not mismatches, "mismatches": mismatches}
+            found = digests_of(self.targets)
+        return answer_check(check, found)
 
     def _pause(self, body: Json) -> Json:
         mode = body.get("mode", "wait")
@@ -450,27 +420,8 @@ class Receiver:
                 self._gate.shut(TORN)
             self._gate.open(UPDATING)
 
-    def _watch(self, session: Session) -> None:
-        """Aborts a push whose trainer is silent for longer than its deadline.
-
-        One thread sees to all pushes of a session: it ends with it, or when no push came for as long as a deadline.
-        """
-        deadline = session.hello.deadline_seconds
-        was_idle = False
-        while not session.ended.is_set():
-            with self._guard:
-                push, is_busy = self._push, self._busy > 0
-                if push is None and was_idle:
-                    session.is_watched = False
-                    return
-            left = deadline - session.silence()
-            if push is not None and left <= 0 and not is_busy:
-                self._give_up_silent(push, session)
-                continue
-            was_idle = push is None
-            session.ended.wait(deadline if is_busy or push is None else max(left, 0.01))
-
     def _give_up_silent(self, push: Push, session: Session) -> None:
+        """Called by `watch` when the trainer is silent for longer than its deadline."""
         deadline = session.hello.deadline_seconds
         if not self._turn.acquire(timeout=deadline):
             return
@@ -480,6 +431,14 @@ class Receiver:
                 self._drop(session.cancelled or "")
         finally:
             self._turn.release()
+
+    def _watched_push(self, session: Session, *, was_idle: bool) -> tuple[Push | None, bool] | None:
+        """The push that is open and whether a call is under way; None: there was none for long, watching ends."""
+        with self._guard:
+            if self._push is None and was_idle:
+                session.is_watched = False
+                return None
+            return self._push, self._busy > 0
 
 
 def _device_of(models: Sequence[nn.Module] | Any) -> torch.device:

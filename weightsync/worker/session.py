@@ -13,12 +13,15 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import torch
+
 from weightsync import control
-from weightsync.control import Facts, Hello, TargetAccept
+from weightsync.control import Facts, Hello, Json, Start, TargetAccept
 from weightsync.errors import ManifestError, ProtocolError, ReloadError, TransportTimeout
 from weightsync.manifest import Manifest
-from weightsync.transport.base import Link, missing_targets
+from weightsync.transport.base import Link, Mine, missing_targets
 from weightsync.transport.buckets import ALIGNMENT
+from weightsync.transport.choose import make_link
 from weightsync.worker.push import TargetPlan
 
 MAX_DEADLINE_SECONDS = 3600.0
@@ -76,6 +79,46 @@ class Session:
                 f"the call took {seconds:.3g} s, the trainer waits for {self.hello.deadline_seconds:g} s: it has given "
                 "the push up and may have written over what was read; nothing is published"
             )
+
+    def check_plans(self, own: Json) -> None:
+        """Compares the plans that a start call goes by with those that were agreed.
+
+        Args:
+            own: The call's part for this rank.
+
+        Raises:
+            ProtocolError: The trainer goes by another plan, with both.
+        """
+        plans = own.get("plans")
+        for target, plan in self.plans.items():
+            told = plans.get(target) if isinstance(plans, dict) else None
+            if told != plan.plan_hash:
+                raise ProtocolError(
+                    f"target {target!r}: the trainer goes by plan {told}, this rank by plan {plan.plan_hash}"
+                )
+
+    def connect(self, start: Start, own: Json, device: torch.device) -> None:
+        """Connects to what a start call offers.
+
+        Args:
+            start: The call.
+            own: Its part for this rank.
+            device: Where this rank's tensors lie.
+
+        Raises:
+            ProtocolError: The call carries no offer, or a malformed one.
+            TransportError: It cannot be connected to.
+        """
+        if start.offer is None:
+            raise ProtocolError(f"offer {start.generation} is not connected here, and the start call does not carry it")
+        if self.link is None:
+            self.link = make_link(start.offer.get("transport"), device)
+        mine = {target: Mine(plan.manifest, plan.owned) for target, plan in self.plans.items()}
+        own_offer = own.get("offer", {})
+        if not isinstance(own_offer, dict):
+            raise ProtocolError(f"the rank's part of the offer must be an object, got {own_offer!r:.80}")
+        self.link.connect(start.offer, own_offer, mine, self.hello.deadline_seconds)
+        self.generation = start.generation
 
 
 def check_hello(hello: Hello, targets: Sequence[str], formats: Mapping[str, str]) -> None:
