@@ -14,7 +14,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -58,11 +58,15 @@ class ParamMeta:
         name: Its name in the checkpoint, which is what the engine's `load_weights` expects.
         dtype: Its dtype on the wire.
         shape: Its full shape; `()` for a scalar.
+        num_bytes: Bytes of the contiguous tensor.
     """
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
+    num_bytes: int = field(
+        init=False, repr=False, compare=False
+    )  # asked for many times per name when a push is planned
 
     def __post_init__(self) -> None:
         if not self.name or not isinstance(self.name, str):
@@ -72,16 +76,12 @@ class ParamMeta:
             raise ManifestError(f"{self.name}: shape must hold sizes >= 0, got {self.shape!r}", names=[self.name])
         object.__setattr__(self, "shape", shape)
         dtype_name(self.dtype)
+        object.__setattr__(self, "num_bytes", math.prod(shape) * self.dtype.itemsize)
 
     @property
     def num_elements(self) -> int:
         """Number of elements."""
         return math.prod(self.shape)
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the contiguous tensor."""
-        return self.num_elements * self.dtype.itemsize
 
 
 @dataclass(frozen=True)

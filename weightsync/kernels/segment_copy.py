@@ -239,12 +239,18 @@ class _TorchCopies:
         one = np.ones_like(units)
         source_strides = np.column_stack([t.source_strides // units[:, None], one]).tolist()
         destination_strides = np.column_stack([t.destination_strides // units[:, None], one]).tolist()
+        columns = zip(
+            units.tolist(), t.destination.tolist(), (t.destination_offset // units).tolist(), sizes,
+            destination_strides, t.source.tolist(), source_strides, t.source_offset.tolist(), strict=True,
+        )  # fmt: skip
+        handles: dict[tuple[int, int], torch.Tensor] = {}
         destinations, specs = [], []
-        for row, unit in enumerate(units.tolist()):
-            storage = self._storages[int(t.destination[row])]
-            offset = int(t.destination_offset[row])
-            destinations.append(strided_view(storage, UNITS[unit], offset, sizes[row], destination_strides[row]))
-            specs.append((int(t.source[row]), unit, sizes[row], source_strides[row], int(t.source_offset[row])))
+        for unit, key, first, size, strides, source, theirs, offset in columns:
+            handle = handles.get((key, unit))
+            if handle is None:
+                handle = handles[key, unit] = strided_view(self._storages[key], UNITS[unit], 0, (0,), (1,))
+            destinations.append(handle.as_strided(size, strides, first))
+            specs.append((source, unit, size, theirs, offset))
         return destinations, specs
 
 

@@ -6,7 +6,6 @@ agreement.accepts, agreement.feeds, agreement.sender
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 from collections.abc import Mapping, Sequence
@@ -18,7 +17,7 @@ import torch
 from weightsync import control
 from weightsync.control import Accept, Facts, Hello, TargetAccept
 from weightsync.errors import CoverageError, ManifestError, ProtocolError
-from weightsync.manifest import Manifest, ParamMeta
+from weightsync.manifest import Manifest, ParamMeta, dtype_name
 from weightsync.trainer.sources import WeightSource
 from weightsync.transport.base import Feed, Sender
 from weightsync.transport.choose import DEFAULT_BUCKET_BYTES, check_name, choose, local_facts, make_sender
@@ -107,7 +106,10 @@ def shake_hands(
         protocol=control.PROTOCOL_VERSION,
         session_id=session_id,
         trainer=f"{socket.gethostname()}:{os.getpid()}",
-        targets={target: json.loads(manifest.to_json()) for target, manifest in manifests.items()},
+        targets={
+            target: [[entry.name, dtype_name(entry.dtype), list(entry.shape)] for entry in manifest]
+            for target, manifest in manifests.items()
+        },
         mode=options.mode,
         scope=options.scope,
         bucket_bytes=bucket_bytes,

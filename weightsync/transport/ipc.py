@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import bisect
 import os
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
@@ -82,7 +83,8 @@ class IpcExporter(Exporter):
         refuse_expandable_segments(self._device)
         self._driver = CudaDriver()
         self._uuid = device_uuid(self._device)
-        self._segments: list[_Segment] = []
+        self._segments: list[_Segment] = []  # by address
+        self._bases: list[int] = []  # theirs
         self._staged: list[torch.Tensor] = []
 
     def locate(self, tensor: torch.Tensor) -> Place | None:
@@ -90,12 +92,15 @@ class IpcExporter(Exporter):
         if tensor.device != self._device:
             return None
         address = tensor.data_ptr()
-        for segment in reversed(self._segments):  # neighbours in wire order mostly lie in the same segment
-            if segment.base <= address < segment.base + segment.num_bytes:
+        index = bisect.bisect_right(self._bases, address)  # the first segment that begins behind it
+        if index:
+            segment = self._segments[index - 1]
+            if address < segment.base + segment.num_bytes:
                 return Place(segment, address - segment.base)
         base, num_bytes = self._driver.address_range(address)
         segment = _Segment(base, num_bytes, self._driver.buffer_id(base))
-        self._segments.append(segment)
+        self._bases.insert(index, base)
+        self._segments.insert(index, segment)
         return Place(segment, address - base)
 
     def handle(self, allocation: Hashable) -> tuple[Json, int]:
@@ -126,11 +131,13 @@ class IpcExporter(Exporter):
     def forget(self) -> None:
         """See `Exporter.forget`."""
         self._segments.clear()
+        self._bases.clear()
         torch.cuda.synchronize(self._device)  # makes the device's context current on this thread, for the driver
 
     def close(self) -> None:
         """See `Exporter.close`."""
         self._segments.clear()
+        self._bases.clear()
         self._staged.clear()
 
 

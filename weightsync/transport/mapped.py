@@ -8,7 +8,8 @@
 
 Which allocation holds a tensor, and how it is named to another process, is all that the three differ in: an
 `Exporter` on one side, a `Mapper` on the other. An offer changes, under a new generation, only when the trainer's
-allocations do. The engine's half is mapped_link.py. A push of placed tensors is one `update_weights` call, whatever their number.
+allocations do. A push of placed tensors is one `update_weights` call, whatever their number. The engine's half is
+mapped_link.py.
 """
 
 from __future__ import annotations
