@@ -38,3 +38,17 @@ def pytest_configure() -> None:
         raise KeyboardInterrupt
 
     signal.signal(signal.SIGTERM, end)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
+    """Gives each architecture's tests to one worker, so that its server is started once; others go file by file."""
+    from checkpoints_vllm import ARCHITECTURES
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByEngine(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            parameters = nodeid.partition("[")[2].rstrip("]").split("-")
+            return next((name for name in parameters if name in ARCHITECTURES), nodeid.partition("::")[0])
+
+    return ByEngine(config, log)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -45,11 +45,18 @@ MTP = {"method": "mtp", "num_speculative_tokens": 1}
 BACKEND = {"weight_transfer_config": {"backend": "weightsync"}}
 
 
-def _push(llm: Any, source: Any, **options: Any) -> Any:
+def _push(llm: Any, source: Any, trace: HookTrace | None = None, **options: Any) -> Any:
     from weightsync.integrations.vllm_offline import LlmEndpoint
     from weightsync.trainer.client import TrainerClient
 
-    with TrainerClient(source, LlmEndpoint(llm), **options) as client:
+    class Traced(LlmEndpoint):
+        """Calls come from several threads of the client's, one at a time."""
+
+        def call(self, *arguments: Any) -> Any:
+            with trace or contextlib.nullcontext():
+                return super().call(*arguments)
+
+    with TrainerClient(source, Traced(llm), **options) as client:
         return client.push()
 
 
@@ -99,35 +106,32 @@ def _places(model: torch.nn.Module) -> dict[str, list[Any]]:
 
 
 class HookTrace:
-    """Notes every post-load hook that is called in any thread, outermost calls alone, with the module it is for."""
+    """Notes every post-load hook that this thread calls, outermost calls alone, with the module that it is for."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, Any]] = []
-        self._depths: dict[int, int] = {}
+        self._depth = 0
 
     def _note(self, frame: Any, event: str, argument: Any) -> None:
         code = frame.f_code
         if code.co_name != "process_weights_after_loading" or code.co_filename.endswith("model_loader/utils.py"):
             return
-        thread = threading.get_ident()
         if event == "call":
-            if not self._depths.get(thread):
+            if not self._depth:
                 names = code.co_varnames[: code.co_argcount]
                 owner, *rest = (frame.f_locals[name] for name in names)
                 subject = rest[0] if rest and isinstance(rest[0], torch.nn.Module) else owner
                 self.calls.append((type(owner).__name__, subject))
-            self._depths[thread] = self._depths.get(thread, 0) + 1
+            self._depth += 1
         elif event == "return":
-            self._depths[thread] -= 1
+            self._depth -= 1
 
     def __enter__(self) -> HookTrace:
-        threading.setprofile(self._note)
         sys.setprofile(self._note)
         return self
 
     def __exit__(self, *_: object) -> None:
         sys.setprofile(None)
-        threading.setprofile(None)
 
     def by_path(self, model: torch.nn.Module) -> list[list[str]]:
         """`[owner's class, module path]` of each call."""
@@ -162,8 +166,8 @@ def push_inside(a: str, b: str, mode: str) -> dict[str, Any]:
     found: dict[str, Any] = {"cold_hooks": trace.by_path(model), "pushes": []}
     places = _places(model)
     for checkpoint in (a, b, a):
-        with HookTrace() as trace:
-            report = _push(llm, _source(checkpoint), mode=mode)
+        trace = HookTrace()
+        report = _push(llm, _source(checkpoint), trace, mode=mode)
         now = _places(model)
         row = {
             "checkpoint": checkpoint,

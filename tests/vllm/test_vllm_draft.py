@@ -17,7 +17,7 @@ from weightsync.errors import CoverageError
 from weightsync.trainer.client import TrainerClient
 from weightsync.trainer.sources import TensorSource
 
-pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("draft")]
+pytestmark = pytest.mark.vllm
 
 
 @pytest.fixture(scope="module")

@@ -18,17 +18,13 @@ from jobs_vllm import MTP
 pytestmark = pytest.mark.vllm
 
 
-def by_architecture(names):
-    return [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in names]
-
-
 @pytest.fixture
 def checkpoint(checkpoints):
     return lambda name, which: make_checkpoint(name, which, checkpoints)
 
 
 @pytest.mark.parametrize("mode", ["layerwise", "direct"])
-@pytest.mark.parametrize("architecture", by_architecture(ARCHITECTURES))
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_hooks_run_as_in_a_first_load_and_no_tensor_moves(checkpoint, architecture, mode):
     a, b = checkpoint(architecture, "a"), checkpoint(architecture, "b")
     found = run_job("push_inside", a=str(a), b=str(b), mode=mode)
@@ -58,7 +54,6 @@ def stage_of(hook: tuple[str, str]) -> str:
     return "model" if path == "" else "method" if "Method" in owner else "attention"
 
 
-@pytest.mark.xdist_group("inside")
 def test_one_client_pushes_again_and_again_each_time_as_a_cold_start(checkpoint):
     a, *others = (checkpoint("llama", which) for which in "abca")
     found = run_job("repeated_pushes_of_one_client", a=str(a), checkpoints=[str(path) for path in others])
@@ -68,7 +63,6 @@ def test_one_client_pushes_again_and_again_each_time_as_a_cold_start(checkpoint)
         assert (version, label) == (number, str(number))
 
 
-@pytest.mark.xdist_group("inside")
 def test_a_short_push_is_refused_by_name_and_the_engine_still_says_the_same(checkpoint):
     a, b = checkpoint("llama", "a"), checkpoint("llama", "b")
     found = run_job("short_push", a=str(a), b=str(b))
@@ -76,7 +70,6 @@ def test_a_short_push_is_refused_by_name_and_the_engine_still_says_the_same(chec
     assert found["tokens"] == cold_tokens(a)
 
 
-@pytest.mark.xdist_group("inside")
 def test_vllms_own_calls_reach_the_backend_and_its_own_reload_takes_the_version_away(checkpoint):
     a, b = checkpoint("llama", "a"), checkpoint("llama", "b")
     found = run_job("vllms_own_calls", a=str(a), b=str(b))
@@ -93,7 +86,6 @@ def test_vllms_own_calls_reach_the_backend_and_its_own_reload_takes_the_version_
     assert found["push_after_it"] == {"version": 7, "tokens": cold_tokens(a)}
 
 
-@pytest.mark.xdist_group("inside")
 def test_a_draft_for_multi_token_prediction_is_pushed_with_its_target_and_shares_what_vllm_lets_it_share(checkpoint):
     a, b = checkpoint("deepseek_mtp", "a"), checkpoint("deepseek_mtp", "b")
     started = run_job("mtp_digests", checkpoint=str(b))

@@ -25,7 +25,7 @@ from weightsync.trainer.http import HttpEndpoint
 from weightsync.trainer.sources import TensorSource
 from weightsync.transport.shared_memory import share_parameters
 
-pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("life")]
+pytestmark = pytest.mark.vllm
 LONG = 2  # the prompt whose prefix is cached
 DEADLINE_SECONDS = 10.0  # of a trainer that is killed: long enough for its push to begin, however busy the machine is
 MANY_TOKENS = 3500  # more than any machine generates while a push begins
@@ -178,6 +178,27 @@ def test_generation_cannot_be_resumed_while_an_update_is_under_way(server, paths
         client.abort("enough")
         assert not server.get("is_paused")["is_paused"]
     assert tokens(server) == cold_tokens(paths["a"])
+
+
+def test_the_weight_checker_finds_a_push_after_a_reset_equal_and_another_checkpoint_different(server, paths):
+    """vLLM's documented check of a weight update: checksum, reset, push, compare."""
+    push(server, paths["a"])
+    baseline = server.post("weight_checker", {"action": "checksum"}).json()["checksums"]
+    assert server.post("weight_checker", {"action": "reset"}).json()["status"] == "reset"
+    info = server.get("weight_info")
+    assert (info["state"], info["weight_version"], info["is_paused"]) == ("torn", None, True)
+    assert server.completion(PROMPTS[0]).status_code == 503
+    compare = {"action": "compare", "baseline": baseline}
+    assert "model.model.norm.weight" in server.post("weight_checker", compare).json()["mismatches"]
+    report = push(server, paths["a"])
+    answer = server.post("weight_checker", compare).json()
+    assert (answer["match"], answer["mismatches"]) == (True, [])
+    assert server.get("weight_info")["weight_version"] == report.version
+    assert tokens(server) == cold_tokens(paths["a"])
+    push(server, paths["b"])
+    answer = server.post("weight_checker", compare).json()
+    assert not answer["match"]
+    assert "model.model.norm.weight" in answer["mismatches"]
 
 
 def test_a_second_trainer_is_refused_while_the_first_pushes_and_the_first_is_unharmed(server, paths):

@@ -49,9 +49,7 @@ class Engine:
         return report
 
 
-@pytest.fixture(
-    scope="module", params=[pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in ARCHITECTURES]
-)
+@pytest.fixture(scope="module", params=ARCHITECTURES)
 def engine(request, checkpoints, tmp_path_factory):
     """A server that starts with checkpoint a."""
     a, b = (make_checkpoint(request.param, which, checkpoints) for which in "ab")

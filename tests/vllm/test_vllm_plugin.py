@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 import inspect
+import subprocess
+import sys
 import types
 
 import pytest
@@ -16,6 +18,8 @@ from weightsync import control
 from weightsync.errors import ReloadError
 from weightsync.integrations import vllm as plugin
 from weightsync.integrations import vllm_engine
+from weightsync.reachable import walk
+from weightsync.reload.state import state_of
 
 pytestmark = pytest.mark.vllm
 
@@ -141,3 +145,83 @@ def test_no_update_starts_while_the_weights_are_not_mapped():
     assert engine._why_not_ready() is not None
     worker.wake_up(["weights"])
     assert engine._why_not_ready() is None
+
+
+def test_a_reload_of_vllms_own_takes_the_version_away_and_is_refused_during_a_push():
+    class Worker:
+        def sleep(self, level=1):
+            return level
+
+        def wake_up(self, tags=None):
+            return tags
+
+        def reload_weights(self, weights_path):
+            return weights_path
+
+    plugin.watch_worker(Worker)
+    engine, worker = make_engine(), Worker()
+    worker.weight_transfer_engine = engine
+    state = state_of(engine.model)
+    state.version = state.newest_version = 4
+    assert worker.reload_weights(weights_path="there") == "there"
+    assert engine.receiver.info()["weight_version"] is None
+    assert state.newest_version == 4
+    state.status = "loading"
+    with pytest.raises(ReloadError, match="under way"):
+        worker.reload_weights("there")
+    assert Worker().reload_weights("no engine") == "no engine"
+
+
+def test_attention_scales_are_declared_optional_and_nothing_else_is():
+    from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
+
+    model = torch.nn.ModuleDict({"attn": torch.nn.Module(), "proj": torch.nn.Linear(2, 2)})
+    model["attn"].quant_method = BaseKVCacheMethod(quant_config=None)
+    model["attn"].quant_method.create_weights(model["attn"])
+    plugin._declare_optional_scales(model)
+    optional = {n for n, p in model.named_parameters() if getattr(p, "weight_loader_optional", False)}
+    assert optional == {f"attn.{name}_scale" for name in ("q", "k", "v", "prob")}
+
+
+def test_a_native_handle_keeps_the_scales_that_it_was_made_with(monkeypatch):
+    from vllm import _custom_ops
+
+    class Handle:
+        pass
+
+    monkeypatch.setattr(_custom_ops, "create_onednn_scaled_mm", lambda weight, scales, *rest: Handle(), raising=False)
+    plugin._keep_scales_of_native_handles()
+    plugin._keep_scales_of_native_handles()
+    assert not hasattr(_custom_ops.create_onednn_scaled_mm.__wrapped__, "__wrapped__")
+    scales = torch.nn.Parameter(torch.ones(3), requires_grad=False)
+    address = scales.data_ptr()
+    handle = _custom_ops.create_onednn_scaled_mm(torch.ones(2, 3), scales, torch.bfloat16, True, False, 32)
+    scales.data = torch.zeros(3)
+    assert handle.weightsync_scales.data_ptr() == address
+    assert handle.weightsync_scales.tolist() == [1.0, 1.0, 1.0]
+
+
+def test_what_vllm_lets_a_draft_model_share_is_no_part_of_the_draft():
+    embedding = torch.nn.Embedding(3, 2)
+    engine = make_engine()
+    engine.receiver.targets["model"] = torch.nn.ModuleDict({"embed": embedding, "own": torch.nn.Linear(2, 2)})
+    draft = torch.nn.ModuleDict({"embed": embedding, "layer": torch.nn.Linear(2, 2)})
+    engine._add_draft(draft)
+    engine.set_weight_update_target(draft, None)
+    assert set(engine.receiver.targets) == {"model", "draft"}
+    assert {slot.path for slot in walk(draft)} == {"layer.weight", "layer.bias"}
+    engine.reset_weight_update_target()
+    assert engine.model is not draft
+
+
+def test_the_plugin_needs_neither_cuda_nor_triton_nor_deep_gemm():
+    code = (
+        "import sys; sys.modules.update(dict.fromkeys(('triton', 'deep_gemm', 'sgl_deep_gemm')))\n"
+        "import weightsync.integrations.vllm as plugin; plugin.register()\n"
+        "import weightsync.integrations.vllm_engine, weightsync.integrations.vllm_routes, torch\n"
+        "assert not torch.cuda.is_initialized()\n"
+        "print('imported')"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=800, check=False)
+    assert run.returncode == 0, run.stderr[-4000:]
+    assert run.stdout.strip().endswith("imported")

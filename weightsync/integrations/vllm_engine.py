@@ -35,6 +35,7 @@ from weightsync.control import Json, error_to_json
 from weightsync.errors import ProtocolError, ReloadError
 from weightsync.integrations.vllm import ASLEEP, BACKEND, check_version
 from weightsync.reachable import leave_modules_out
+from weightsync.reload.gate import close_gate
 from weightsync.reload.state import state_of
 from weightsync.worker.receiver import Receiver
 
@@ -164,6 +165,8 @@ class WeightSyncEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ign
             draft = getattr(worker.model_runner, "get_draft_model", lambda: None)()
             if draft is not None:
                 self._add_draft(draft)
+        if route == control.CHECKER and body.get("action") == "reset":
+            return self._zero_weights()
         with self._as_while_loading():
             (rank,) = self.receiver.call(route, body, self._settings.gate_seconds)["ranks"]
         if route == control.CHECKER and "checksums" in rank:
@@ -188,6 +191,18 @@ class WeightSyncEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ign
             if self.device.type != "cpu":
                 stack.enter_context(self.device)
             yield
+
+    def _zero_weights(self) -> Json:
+        """vLLM's `reset` of /weight_checker: zeros in all parameters, and no version until a full push."""
+        model = self.receiver.targets[MODEL]
+        state = state_of(model)
+        with state.lock:
+            if state.session is not None:
+                raise ReloadError("a weight update is under way; finish or abort it before the weights are reset")
+            state.status, state.torn_by = "torn", "the weights were reset through /weight_checker"
+            close_gate(model)
+        self._worker.reset_weights()
+        return {"status": "reset"}
 
     def _why_not_ready(self) -> str | None:
         if getattr(self._worker, ASLEEP, False):

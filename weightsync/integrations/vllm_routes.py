@@ -76,6 +76,7 @@ class EngineControl:
             control.PAUSE: self._pause,
             control.RESUME: self._resume,
             control.IS_PAUSED: self._is_paused,
+            control.CHECKER: self._check,
             _START_DRAFT: self._refuse_draft_start,
         }.get(route)
         return await handler(route, body) if handler is not None else {"ranks": await self._ranks(route, body)}
@@ -182,7 +183,9 @@ class EngineControl:
         """Ends the requests that wait for a torn model, and answers new ones 503."""
         if self.torn is not None:
             return
-        self.torn = "the model's weights are part old, part new after a failed push; push all of them to repair it"
+        self.torn = (
+            "the model's weights are not whole, after a push that failed or a reset; push all of them to repair it"
+        )
         self._paused_here = self._paused_here or not await self._client.is_paused()
         await self._client.pause_generation(mode="abort", clear_cache=True)
 
@@ -208,6 +211,12 @@ class EngineControl:
         if answer["state"] == "torn":
             await self._refuse_requests()
         return {**answer, "is_paused": await self._client.is_paused()}
+
+    async def _check(self, route: str, body: Json) -> Json:
+        ranks = await self._ranks(route, body)
+        if body.get("action") == "reset":
+            await self._settle()
+        return {"ranks": ranks}
 
     async def _pause(self, route: str, body: Json) -> Json:
         mode = body.get("mode", "abort")
