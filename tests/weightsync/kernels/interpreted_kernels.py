@@ -54,3 +54,7 @@ def test_copies(check):
 
 def test_digests():
     kernel_checks.check_digests_agree_with_numpy("cpu")
+
+
+def test_addresses_are_uploaded_only_when_they_change():
+    kernel_checks.check_addresses_are_uploaded_only_when_they_change("cpu")

@@ -95,6 +95,34 @@ def check_sources_can_be_exchanged(device: str, backend: Backend) -> None:
         assert torch.equal(live, source)
 
 
+def check_addresses_are_uploaded_only_when_they_change(device: str) -> None:
+    """A push of the same mapped memory writes nothing to the table on the device."""
+    region = Region.of(torch.zeros(64, dtype=torch.uint8))
+    write = Write("w", 0, region, region)
+    first, second = (random_bytes(64, seed).to(device) for seed in (1, 2))
+    target = torch.zeros(64, dtype=torch.uint8, device=device)
+    copy = SegmentCopy(compile_segments([write]), {0: target}, backend="triton")
+    uploads: list[int] = []
+    bases = copy._copies._bases  # type: ignore[union-attr]
+
+    class Counting:
+        """Stands for the addresses on the device; every write to them is counted."""
+
+        device = bases.device
+
+        def copy_(self, addresses: torch.Tensor, **options: bool) -> None:
+            uploads.append(int(addresses[0]))
+            bases.copy_(addresses, **options)
+
+    for source, expected in ((first, 1), (first, 1), (second, 2), (second, 2), (first, 3)):
+        copy._copies._bases = Counting()  # type: ignore[union-attr]
+        copy.bind_sources([source])
+        copy._copies._bases = bases  # type: ignore[union-attr]
+        copy.launch()
+        assert torch.equal(target, source)
+        assert len(uploads) == expected
+
+
 def digest_samples() -> list[torch.Tensor]:
     """Sizes around every edge of the digest, layouts, dtypes, alignments."""
     sizes = [

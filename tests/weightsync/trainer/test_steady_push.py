@@ -12,6 +12,7 @@ from torch import nn
 
 from weightsync import control
 from weightsync.errors import ProtocolError
+from weightsync.plan import replay
 from weightsync.trainer.client import TrainerClient
 from weightsync.trainer.http import HttpEndpoint
 from weightsync.trainer.sources import ModuleSource, TensorSource
@@ -189,6 +190,25 @@ class World:
         tensors = self.tensors if tensors is None else tensors
         for name, tensor in tensors.items():
             assert torch.equal(self.engine.stack[self.engine.place(name)], tensor), name
+
+
+def test_tables_are_compiled_once_per_offer(monkeypatch):
+    world, compiled = World(), []
+    compile_segments = replay.compile_segments
+    monkeypatch.setattr(replay, "compile_segments", lambda *given: compiled.append(1) or compile_segments(*given))
+    world.client.push(), world.client.push()
+    assert compiled == []
+    old, (world.arena, fresh) = world.arena, in_arena(4, 50)
+    world.tensors.update(fresh)
+    world.client.push()  # the very same chunks of another mapping: the table holds, and reads from the new one
+    world.expect()
+    world.tensors["expert.0"], world.tensors["expert.1"] = world.tensors["expert.1"], world.tensors["expert.0"]
+    world.client.push()
+    assert compiled == [1]
+    world.client.push()
+    assert compiled == [1]
+    world.expect()
+    del old
 
 
 def test_another_allocation_is_offered_anew():
