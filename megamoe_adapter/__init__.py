@@ -5,7 +5,7 @@
     experts = MegaMoEExperts(256, 8, 7168, 2048, fmt="sm100_mxfp8", source="block_fp8", prefix="layers.3.mlp.experts")
     for name, tensor in checkpoint:
         experts.load(name, tensor)
-    experts.finish()
+    experts.finish()                               # one layer; finish_layers(all of them) waits for the device once
     y = experts(x, *Routing(top_k=8, routed_scaling_factor=2.5)(logits, bias=bias))
 
 Importing the package loads nothing but this file; a name is imported when it is first used.
@@ -26,6 +26,7 @@ _HOMES = {
     "Routing": "routing",
     "SOURCES": "formats",
     "SharedExpert": "shared_experts",
+    "finish_layers": "finish",
     "requantize_block_fp8": "requantize",
     "resolve_ep_group": "ep_group",
     "select_format": "selection",
