@@ -133,6 +133,8 @@ def render(results: Path) -> str:
     """All tables, one section per file."""
     parts: list[str] = []
     for path in sorted(results.glob("*.jsonl")):
+        if path.stem == "scaling":
+            continue  # has tables of its own: docs/SCALING.md, by scaling_tables.py
         lines = read_lines(path)
         if lines:
             commands = ", ".join(dict.fromkeys(f"`{line['command']}`" for line in lines))
