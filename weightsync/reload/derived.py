@@ -1,4 +1,4 @@
-"""State that follows from weights without being loaded: arrival marks, Python numbers, caches that forward builds.
+"""State that follows from weights without being loaded: arrival marks, Python numbers, sizes.
 
 Four protocols a module may speak, and what is done where it doesn't:
 
@@ -6,28 +6,20 @@ Four protocols a module may speak, and what is done where it doesn't:
     discard_arrivals()           told that old bytes were put back
     weights_torn()               told that bytes are mixed and books of before no longer hold
     refresh_derived()            recomputes, in place, what forward otherwise builds lazily and keeps
-
-A cache that forward builds for itself (`if self._c is None: self._c = pad(self.sink)`) and that no `refresh_derived`
-owns is emptied, and once forward has built it again, the new value is moved to the old address.
 """
 
 from __future__ import annotations
 
-import dis
 import inspect
-import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from weightsync import reachable
-from weightsync.errors import LayoutError
 from weightsync.plan.loading import Loader
 from weightsync.python_state import PythonState
-from weightsync.reload.records import same_layout
 from weightsync.reload.scopes import ABSENT
-from weightsync.reload.state import state_of
 
 if TYPE_CHECKING:
     from weightsync.reload.direct import BoundPlan
@@ -123,87 +115,6 @@ def tell_torn(modules: Iterable[torch.nn.Module]) -> None:
         torn = getattr(module, "weights_torn", None)
         if callable(torn):
             torn()
-
-
-def empty_lazy_caches(model: torch.nn.Module, modules: Mapping[str, torch.nn.Module]) -> list[str]:
-    """Empties the caches that modules' own forwards build, and moves the rebuilt ones to their old addresses.
-
-    A cache is a plain attribute that was None or absent before the first load, holds a tensor now, and is set by the
-    class's forward or a method that forward calls.
-
-    Args:
-        model: The model, finished.
-        modules: Modules whose weights may have changed.
-
-    Returns:
-        Paths of the emptied caches.
-    """
-    records = state_of(model).records
-    emptied = []
-    for path, module in modules.items():
-        record = records.get(module)
-        if record is None or callable(getattr(module, "refresh_derived", None)):
-            continue
-        recorded = record.attributes
-        for name, value in list(vars(module).items()):
-            was = recorded.get(name, ABSENT)
-            if (
-                isinstance(value, torch.Tensor)
-                and (was is None or was is ABSENT)
-                and name in _set_by_forward(type(module))
-            ):
-                _empty(module, name, was, value, f"{path}.{name}" if path else name)
-                emptied.append(f"{path}.{name}" if path else name)
-    return emptied
-
-
-def _empty(module: torch.nn.Module, name: str, was: Any, old: torch.Tensor, path: str) -> None:
-    def move_back(module: torch.nn.Module, args: Any, output: Any) -> None:
-        new = vars(module).get(name)
-        if not isinstance(new, torch.Tensor):
-            return  # this forward took another branch
-        handle.remove()
-        if not same_layout(new, old):
-            raise LayoutError(
-                f"{path}: forward rebuilt it as {new.dtype} {tuple(new.shape)}, it was {old.dtype} "
-                f"{tuple(old.shape)}, so it "
-                "cannot stay at its address",
-                names=[path],
-            )
-        with torch.inference_mode() if old.is_inference() else torch.no_grad():
-            old.copy_(new)
-        object.__setattr__(module, name, old)
-
-    handle = module.register_forward_hook(move_back)
-    if was is ABSENT:
-        object.__delattr__(module, name)
-    else:
-        object.__setattr__(module, name, was)
-
-
-def _set_by_forward(cls: type) -> set[str]:
-    """Attribute names that a class's forward assigns, itself or through methods that it calls."""
-    names: set[str] = set()
-    seen: set[int] = set()
-    pending = [getattr(cls, "forward", None)]
-    while pending:
-        code = getattr(pending.pop(), "__code__", None)
-        if code is None or id(code) in seen:
-            continue
-        seen.add(id(code))
-        for inner in _codes(code):
-            names.update(step.argval for step in dis.get_instructions(inner) if step.opname == "STORE_ATTR")
-            pending.extend(
-                getattr(cls, called, None) for called in inner.co_names if called not in vars(torch.nn.Module)
-            )
-    return names
-
-
-def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _codes(constant)
 
 
 def by_module(

@@ -30,7 +30,6 @@ from weightsync.reload.audit import LiveTensors
 from weightsync.reload.derived import (
     changed_scalars,
     discard_arrivals,
-    empty_lazy_caches,
     host_scalars,
     tell_replayed,
     tell_torn,
@@ -42,6 +41,7 @@ from weightsync.reload.intake import HeldPolicy, Intake
 from weightsync.reload.journal import Journal, Rollback
 from weightsync.reload.layerwise import build_units, staged_parameters
 from weightsync.reload.layouts import Mode, module_modes, modules_of
+from weightsync.reload.lazy_caches import empty_lazy_caches
 from weightsync.reload.partial import Partial
 from weightsync.reload.post_load import HookGuards, hooks_in_order
 from weightsync.reload.report import ReloadReport
