@@ -50,7 +50,10 @@ PUSHES = {
     ("push_gpu", "nccl"): (
         "a whole push over NCCL, two GPUs: `bench/push_gpu.py --engine-device cuda:1 --transport nccl --record`"
     ),
-    ("transport_cpu", ""): "a whole push over shared memory and over gloo, CPU: `bench/transport_cpu.py --record`",
+    ("transport_cpu", "shared_memory"): (
+        "a whole push over shared memory, CPU: `bench/transport_cpu.py --transports shared_memory --record`"
+    ),
+    ("transport_cpu", "gloo"): "a whole push over gloo, CPU: `bench/transport_cpu.py --transports gloo --record`",
 }
 HEADER = "| case | tensors | MiB | ours | floor | ours / floor | peer | peer / ours | extra memory | hardware | date |"
 

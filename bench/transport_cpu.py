@@ -190,15 +190,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--record", action="store_true", help="append to bench/results/transport_cpu.jsonl")
     parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--sizes", nargs="+", choices=SHAPES, default=list(SHAPES))
+    parser.add_argument("--transports", nargs="+", choices=sorted({case[0] for case in CASES}), default=None)
     args = parser.parse_args()
     torch.set_num_threads(1)
     rows = []
-    for size, shape in SHAPES.items():
+    cases = [case for case in CASES if args.transports is None or case[0] in args.transports]
+    for size in args.sizes:
+        shape = SHAPES[size]
         floors = dict.fromkeys(FLOORS, float("inf"))
         timed = []
-        for transport, in_arena, floor in CASES:
-            for name, measure in FLOORS.items():  # again before each case: other work on the machine comes and goes
-                floors[name] = min(floors[name], measure(shape, args.repeats))
+        for transport, in_arena, floor in cases:
+            for name in {case[2] for case in cases}:  # again before each case: other work on the machine comes and goes
+                floors[name] = min(floors[name], FLOORS[name](shape, args.repeats))
             timed.append((transport, in_arena, floor, *time_pushes(shape, transport, in_arena, args.repeats)))
         for transport, in_arena, floor, ours, stages, extra in timed:
             where = {"shared_memory": ", tensors in an arena" if in_arena else ", copied once", "gloo": ""}[transport]
