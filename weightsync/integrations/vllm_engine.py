@@ -169,8 +169,11 @@ class WeightSyncEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ign
             return self._zero_weights()
         with self._as_while_loading():
             (rank,) = self.receiver.call(route, body, self._settings.gate_seconds)["ranks"]
-        if route == control.CHECKER and "checksums" in rank:
+        if "checksums" in rank:
             rank["checksums"] = {k: v for k, v in rank["checksums"].items() if not k.endswith(_RUNTIME_STATE)}
+        if "mismatches" in rank:
+            rank["mismatches"] = [key for key in rank["mismatches"] if not key.endswith(_RUNTIME_STATE)]
+            rank["match"] = not rank["mismatches"]
         result: Json = rank
         return result
 
