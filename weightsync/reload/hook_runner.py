@@ -26,7 +26,7 @@ from weightsync.reload.layerwise import Staging
 from weightsync.reload.observe import Index, TensorLog, assignments, index_of
 from weightsync.reload.partial import Partial, Unsent
 from weightsync.reload.post_load import Hook, HookGuards, activation_dtype, declares_direct
-from weightsync.reload.reconcile import keep_untouched, settle
+from weightsync.reload.reconcile import carry_attributes, keep_untouched, settle
 from weightsync.reload.records import equal_bytes
 from weightsync.reload.state import state_of
 from weightsync.reload.swap import Swap
@@ -91,7 +91,26 @@ class HookRunner:
         if self._partial is None:
             return True
         below = {id(module) for module in hook.module.modules()}
-        return any(id(self.modules[path]) in below for path in self.touched)
+        touched = self.touched.union(self._tied_to_loaded())
+        return any(id(self.modules[path]) in below for path in touched) or not touched.isdisjoint(
+            state_of(self.model).reads.get(hook.name, ())
+        )
+
+    def _tied_to_loaded(self) -> set[str]:
+        """Modules that hold bytes which were loaded under another name."""
+        return {module for path in self.loaded for module in self._holders.get(self._storage_of(path), ())}
+
+    @cached_property
+    def _holders(self) -> dict[int, set[str]]:
+        holders: dict[int, set[str]] = {}
+        for path, live in self.live.by_path.items():
+            if live.slot.kind == "parameter":
+                holders.setdefault(self._storage_of(path), set()).add(live.slot.module)
+        return holders
+
+    def _storage_of(self, path: str) -> int:
+        live = self.live.by_path.get(path)
+        return live.alias.untyped_storage()._cdata if live is not None and not live.alias.is_meta else 0
 
     def start_staging(self, staging: Staging) -> None:
         """Gives staged tensors the bytes that they start from."""
@@ -146,6 +165,7 @@ class HookRunner:
         later = {id(hook) for hook in self.hooks[self.hooks.index(hooks[0]) :]}
         for hook in hooks:
             state_of(self.model).reach[hook.name] = found.modules
+            state_of(self.model).reads[hook.name] = found.read
         ran = [hook.name for hook in self.hooks if id(hook) in later and self._guards.has_run(hook)]
         too_early = [name for hook in self.hooks if (name := hook.name) in ran and hook.path in found.modules]
         if too_early or found.undo is None:
@@ -328,6 +348,7 @@ class HookRunner:
                 return path in self.loaded or path in log.written_staged or not unchanged
 
             for each in [*swaps, outer]:
+                carry_attributes(each)
                 keep_untouched(each, assigned, is_new_value, self._world.hidden)
             settle(self.model, before, self.write, slots=self._slots(paths))
         except BaseException:
@@ -403,9 +424,9 @@ class HookRunner:
             for slot in slots
             if slot.module not in own and (slot.path in log.written_live or self._comes(slot))
         }
-        abroad |= self._world.newly_touched(assigned) - set(own)
-        if abroad:
-            raise Wide(frozenset(abroad), undo)
+        flagged = self._world.newly_touched(assigned) - set(own)
+        if abroad or flagged:
+            raise Wide(frozenset(abroad), frozenset(abroad | flagged), undo)
 
     def _comes(self, slot: Slot) -> bool:
         if self.coming is None:

@@ -116,7 +116,9 @@ def staged_parameters(
     tensors = [p for path in live for p in layerwise[path]._parameters.values() if p is not None]
     layouts = layouts_of(tensors, alias=True)
     return {
-        path: records[module].scopes[0] if modes[path].from_record else scope_of(module, "parameters", path, layouts)
+        path: records[module].at(path).scopes[0]
+        if modes[path].from_record
+        else scope_of(module, "parameters", path, layouts)
         for path, module in layerwise.items()
     }
 
@@ -162,7 +164,7 @@ class Staging:
         for path in unit.modules:
             scopes.append(parameters[path])
             if path in unit.from_record:
-                scopes.extend(records[modules[path]].besides_parameters)
+                scopes.extend(records[modules[path]].at(path).besides_parameters)
             elif any(f"{path}.{name}".lstrip(".") in written for name in modules[path]._buffers):
                 scopes.append(_live_buffers(modules[path], path))
         state = state_of(model)

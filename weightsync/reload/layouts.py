@@ -23,7 +23,7 @@ from __future__ import annotations
 import types
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -49,11 +49,23 @@ class ModuleRecord:
             holds have.
         outer: What closures and calls hold, which others may hold too.
         children: Names of its child modules.
+        path: Its path then.
     """
 
     scopes: tuple[Scope, ...]
     outer: tuple[Scope, ...] = ()
     children: frozenset[str] = frozenset()
+    path: str = ""
+
+    def at(self, path: str) -> ModuleRecord:
+        """The record of the same module where it is now, e.g. within a wrapper that came since."""
+        if path == self.path:
+            return self
+        scopes, outer = (
+            tuple(replace(scope, path=_moved(scope.path, self.path, path)) for scope in group)
+            for group in (self.scopes, self.outer)
+        )
+        return ModuleRecord(scopes, outer, self.children, path)
 
     @cached_property
     def besides_parameters(self) -> tuple[Scope, ...]:
@@ -85,6 +97,11 @@ class ModuleMode:
     mode: Mode
     reason: str
     from_record: bool
+
+
+def _moved(path: str, old: str, new: str) -> str:
+    rest = path.removeprefix(old)
+    return new + rest if new else rest.removeprefix(".")
 
 
 def modules_of(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
@@ -133,11 +150,13 @@ def record_layouts(model: torch.nn.Module) -> None:
                 tuple(scope for scope in scopes if not is_outer(scope)),
                 tuple(scope for scope in scopes if is_outer(scope)),
                 frozenset(module._modules),
+                scopes[0].path,
             )
             for module, scopes in records.items()
         }
         state.compounding.clear()
         state.reach.clear()
+        state.reads.clear()
         state.known.clear()
         state.harmless.clear()
         state.latches.clear()

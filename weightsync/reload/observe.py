@@ -61,6 +61,11 @@ class TensorLog(TorchDispatchMode):
         self.written_staged: set[str] = set()
         self.read_then_written: set[str] = set()
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Keeps torch from importing its compiler, seconds on the first reload, to guard against tracing."""
+        return False
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

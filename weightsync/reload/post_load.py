@@ -84,7 +84,9 @@ def own_hooks(
         is_root: Whether it is the model itself.
         recorded: From `recorded_hooks`. A hook of the first load counts even if it removed or replaced itself since.
     """
-    found = []
+    found: list[Hook] = []
+    if "_orig_mod" in module._modules:  # torch.compile's wrapper hands on every attribute of the module inside
+        return found
     first = (recorded or {}).get(module, ())
     quant_method = getattr(module, "quant_method", None)
     owner, method = next(((o, m) for o, m in first if o is not module), (quant_method, _method_of(quant_method)))

@@ -129,6 +129,20 @@ def keep_untouched(
         scope.write(final)
 
 
+def carry_attributes(swap: Swap) -> None:
+    """Sets on live parameters what loaders and hooks set on the ones that stood in their place.
+
+    Tensors among it are left to `settle`.
+    """
+    for _, layout, there, live in swap.recorded_tensors():
+        if there is live or not isinstance(live, torch.Tensor):
+            continue
+        for name, value in vars(there).items():
+            was = layout.attributes.get(name, ABSENT)
+            if value is not was and not isinstance(value, torch.Tensor):
+                vars(live)[name] = value
+
+
 def _misfit(live: LiveSlot, slot: Slot | None) -> str:
     was = live.alias
     if slot is None:

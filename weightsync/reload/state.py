@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from weightsync.reload.transaction import ReloadSession
 
 # What a copy of a model takes along.
-_COPIED = ("records", "hooks", "compounding", "harmless", "latches", "settings", "reach", "known")
+_COPIED = ("records", "hooks", "compounding", "harmless", "latches", "settings", "reach", "reads", "known")
 Status = Literal["live", "loading", "torn"]
 _ATTRIBUTE = "_weightsync_state"
 
@@ -50,6 +50,7 @@ class ModelState:
         latches: Names of numbers and lists that hooks set themselves; hooks find the recorded value.
         settings: Names of numbers and lists, not as recorded, that hooks do not set; hooks find the live value.
         reach: By name of a module-stage hook that ran: modules that it looked into, outside its own and those below.
+        reads: The same, of those whose tensors it looked at.
         known: Names of hooks that ran and were looked at.
         torn_by: What tore the model, for messages.
         gate: Handles of the forward pre-hook that refuses to serve.
@@ -69,6 +70,7 @@ class ModelState:
     latches: set[str] = field(default_factory=set)
     settings: set[str] = field(default_factory=set)
     reach: dict[str, frozenset[str]] = field(default_factory=dict)
+    reads: dict[str, frozenset[str]] = field(default_factory=dict)
     known: set[str] = field(default_factory=set)
     torn_by: str = ""
     gate: list[Any] = field(default_factory=list)

@@ -157,13 +157,13 @@ class Swap:
 
     def kept(self) -> dict[str, tuple[TensorLayout, torch.Tensor]]:
         """Recorded tensors that are the live ones still, with what was recorded, by path."""
-        return {path: (layout, there) for path, layout, there, live in self._recorded_tensors() if there is live}
+        return {path: (layout, there) for path, layout, there, live in self.recorded_tensors() if there is live}
 
     def made(self) -> dict[str, torch.Tensor]:
         """Tensors that are not the live ones, by path."""
-        return {path: there for path, _, there, live in self._recorded_tensors() if there is not live}
+        return {path: there for path, _, there, live in self.recorded_tensors() if there is not live}
 
-    def _recorded_tensors(self) -> Iterator[tuple[str, TensorLayout, torch.Tensor, Any]]:
+    def recorded_tensors(self) -> Iterator[tuple[str, TensorLayout, torch.Tensor, Any]]:
         """Path, layout, installed tensor and live value of every recorded tensor."""
         for scope, name, value, live in self._entries():
             start = self.start[self._position[id(scope)]].get(name, ABSENT)

@@ -104,8 +104,9 @@ class Again(Exception):  # a finding that makes hooks run once more, not an erro
 class Wide(Exception):  # a finding that makes a unit wait, not an error
     """Hooks of one unit looked into modules outside it."""
 
-    def __init__(self, modules: frozenset[str], undo: Undo | None) -> None:
+    def __init__(self, read: frozenset[str], modules: frozenset[str], undo: Undo | None) -> None:
         super().__init__(shown(sorted(modules)))
+        self.read = read
         self.modules = modules
         self.undo = undo
 

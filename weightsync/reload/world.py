@@ -64,7 +64,7 @@ class World:
         records = state_of(model).records
         self._state = state_of(model)
         self._records: dict[str, ModuleRecord] = {
-            path: records[module]
+            path: records[module].at(path)
             for path, module in modules.items()
             if module in records and not declares_direct(module)
         }
