@@ -61,7 +61,7 @@ def changed_scalars(before: Mapping[str, Any], model: torch.nn.Module) -> dict[s
 def tell_replayed(bound: BoundPlan, model: torch.nn.Module, received: Mapping[str, None]) -> None:
     """Tells modules with `weights_replayed` which loader calls stand behind the copies of this session."""
     calls = bound.replayed_calls(model)
-    everything = all(name in received for name in calls)
+    everything = calls.keys() <= received.keys()
     chosen = bound.all_replayed_calls if everything else by_module(calls, [n for n in calls if n in received])
     for module, its_calls in chosen.items():
         replayed: Any = module.weights_replayed
