@@ -176,9 +176,12 @@ class Swap:
         if scope.is_partial:
             names = dict.fromkeys([*live, *scope.values])
         else:
-            added = [name for name in live if name not in scope.values and isinstance(live[name], PLAIN)]
-            left = [name for name in added if scope.key_of(name) in self._settings]
-            self.flags.update(scope.key_of(name) for name in added if name not in left)
+            added = {name: scope.key_of(name) for name in live if name not in scope.values}
+            counts = {n: key for n, key in added.items() if is_counter(live[n]) and not self._is_shown(key)}
+            self.kept_counters.update(counts.values())
+            flags = {n: key for n, key in added.items() if isinstance(live[n], PLAIN) and n not in counts}
+            left = [*counts, *(name for name, key in flags.items() if key in self._settings)]
+            self.flags.update(key for key in flags.values() if key not in self._settings)
             names = dict.fromkeys([*scope.values, *left])
         values = {n: self._build(scope.values.get(n, LIVE), live.get(n, ABSENT), scope.key_of(n)) for n in names}
         return {name: value for name, value in values.items() if value is not ABSENT}
@@ -222,12 +225,15 @@ class Swap:
 
     def _is_left_alone(self, value: Any, live: Any, path: str) -> bool:
         """Whether it is a counter that keeps its live value; remembers those that are not as recorded."""
-        is_shown = self._counters is None or path in self._counters
-        if is_shown or not is_counter(value) or not is_counter(live):
+        if self._is_shown(path) or not is_counter(value) or not is_counter(live):
             return False
         if not same_counter(value, live):
             self.kept_counters.add(path)
         return True
+
+    def _is_shown(self, path: str) -> bool:
+        """Whether a counter is put back."""
+        return self._counters is None or path in self._counters
 
     def _find_new_blocks(self, new: Collection[str]) -> set[int]:
         """Blocks that cannot be the live ones."""

@@ -221,3 +221,50 @@ def test_a_latch_in_a_closure_is_open_for_every_reload(mode: str, size: int) -> 
         return Net(a=Layer(hook=hook, w=zeros(3)), b=Layer(w=zeros(3)))
 
     pushes_like_a_first_load(make, mode, size)
+
+
+class Counted(Layer):
+    """Counts its runs from the first on, doubles, and fails when told to."""
+
+    fails = False
+
+    def process_weights_after_loading(self) -> None:
+        self.num_runs = getattr(self, "num_runs", 0) + 1
+        self.w.data.mul_(2)
+        if self.fails:
+            raise RuntimeError("told to fail")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_count_goes_on_and_a_flag_that_is_set_later_is_heeded(mode: str) -> None:
+    model = cold(Net(a=Counted(w=zeros(3)), b=Layer(w=zeros(3))), A)
+    assert model.a.num_runs == 1
+    push(model, B, mode)
+    assert model.a.num_runs == 2
+    model.a.fails = True
+    with pytest.raises(RuntimeError, match="told to fail"):
+        push(model, A, mode, rollback="host")
+    assert (model.a.num_runs, model.a.w.tolist()) == (2, [10, 10, 10])
+    model.a.fails = False
+    push(model, A, mode)
+    assert (model.a.num_runs, model.a.w.tolist()) == (3, [4, 4, 4])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_log_that_hooks_share_is_told_of_each_run_and_makes_none_wait(mode: str) -> None:
+    runs: list[str] = []
+
+    def make() -> Net:
+        def hook(layer: Layer) -> None:
+            runs.append("ran")
+            layer.w.data.mul_(2)
+
+        return Net(**{f"l{index}": Layer(hook, w=zeros(64)) for index in range(6)})
+
+    weights = {f"l{index}.w": full(index + 1, 64) for index in range(6)}
+    model = cold(make(), weights)
+    for num_pushes in (1, 2, 3):
+        report = push(model, weights, mode)
+        assert len(runs) == 6 * (num_pushes + 1)
+        assert report.peak_staged_bytes == 64 * 4
+    assert state_bytes(model) == state_bytes(cold(make(), weights))
