@@ -5,7 +5,7 @@
 Prints:
     without record_layouts: LayoutError
     the kernel's tensors moved: 0, the layer computes with the new weights: True
-    the hook ran once per load: 1
+    runs of the hook, in two loads: 2
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def main() -> None:
     x = torch.randn(2, 8)
     right = torch.equal(model.layer(x), x @ (new["layer.weight"] * new["layer.scale"]).T.contiguous())
     print(f"the kernel's tensors moved: {len(moved)}, the layer computes with the new weights: {right}")
-    print("the hook ran once per load:", model.layer.hook_runs)
+    print("runs of the hook, in two loads:", model.layer.hook_runs)
 
 
 if __name__ == "__main__":
