@@ -1,4 +1,4 @@
-"""Keeps Python's cyclic garbage collector out of a push.
+"""Keeps Python's cyclic garbage collector out of a push, and of planning, where all objects stay.
 
 A push makes some thousand objects, which is reason enough for a full collection; that looks at every object of the
 process, and takes longer than the whole push. It is put off to after the push, when nobody waits.

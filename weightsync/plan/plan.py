@@ -12,12 +12,10 @@ addresses, and made anew when the manifest, the layout, or a value that the load
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import hashlib
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
@@ -25,6 +23,7 @@ from typing import Any, Literal
 import torch
 
 from weightsync.errors import CoverageError, LayoutError, PlanError, shown
+from weightsync.garbage import collection_paused
 from weightsync.manifest import Manifest
 from weightsync.plan.coverage import Coverage, Scope, prove
 from weightsync.plan.loading import Loader, Weights
@@ -201,7 +200,7 @@ def plan_reload(
             if known is not None and known[0].holds(model, modes):
                 cache.entries[key] = cache.entries.pop(key)
                 return known[1]
-        with _no_garbage_collection():
+        with collection_paused():
             with checkpoint_layout(model, mode):
                 recording = record(model, manifest, ignore=ignore, casts=casts)
             plan = _plan_from(recording, manifest, mode, scope, modes)
@@ -212,18 +211,6 @@ def plan_reload(
         while len(cache.entries) > NUM_PLANS_KEPT:
             cache.entries.pop(next(iter(cache.entries)))
         return plan
-
-
-@contextlib.contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """Planning makes a few objects per tensor that all stay; looking for garbage there takes a fifth of its time."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _check_options(mode: str, scope: str, casts: str) -> None:

@@ -25,7 +25,7 @@ from weightsync.reload.journal import Journal
 from weightsync.reload.layerwise import Staging
 from weightsync.reload.observe import Index, TensorLog, assignments, index_of
 from weightsync.reload.partial import Partial, Unsent
-from weightsync.reload.post_load import Hook, HookGuards, activation_dtype, declares_direct
+from weightsync.reload.post_load import Hook, HookGuards, activation_dtype, declares_direct, names_set_by
 from weightsync.reload.reconcile import carry_attributes, keep_untouched, settle
 from weightsync.reload.records import equal_bytes
 from weightsync.reload.state import state_of
@@ -78,6 +78,7 @@ class HookRunner:
         self._partial = partial
         self._world = World(model, modules)
         self._assigned: dict[int, set[str]] = {}  # by `id` of the holder, over the whole session
+        self._read: set[str] = set()  # live tensors that the last run read
         self._processed: set[str] = set()  # modules whose own hooks have run
         self._inference = any(parameter.is_inference() for parameter in model.parameters())
 
@@ -196,7 +197,8 @@ class HookRunner:
         below = [path for path in self._world.below(hooks) if path not in left_alone]
         if hooks or stagings or interpreted or self.ran or self._refreshes:
             self._run(stagings, below, hooks, self.live.by_path, None)
-        self._world.take_back_flags(self._assigned)
+        ran = {hook.path for hook in self.hooks if self._guards.has_run(hook)}
+        self._world.take_back_flags(self._assigned, None if self._partial is None else ran)
 
     @contextmanager
     def loading(self) -> Iterator[None]:
@@ -253,8 +255,9 @@ class HookRunner:
         if needs_world:
             trial = self._first_trial([*(staging.swap for staging in stagings), swap], below, stagings)
         is_unknown = needs_world and any(hook.name not in state.known for hook in hooks)
-        undo = Undo(self.model, stagings) if is_unknown or trial.is_open else None
         suspects = trial.suspects
+        is_open = replace(trial, suspects=suspects - state.unread).is_open
+        undo = Undo(self.model, stagings) if is_unknown or is_open else None
         while True:
             try:
                 self._attempt(stagings, swap, hooks, before, paths, trial, undo, own)
@@ -269,10 +272,11 @@ class HookRunner:
                 undo.restore()
                 self._guards.forget(hooks)
                 self._world.show_flags()
-                stagings = undo.staged_again(trial.shown, trial.left)
+                stagings = undo.staged_again(trial.shown)
                 swap = self._swap(below, stagings, trial)
         self._world.leave_flags()
-        state.harmless |= suspects - state.compounding
+        state.harmless |= (suspects & self._read) - state.compounding
+        state.unread |= suspects - self._read
         for hook in hooks:
             state.known.add(hook.name)
             if own is not None:
@@ -302,7 +306,7 @@ class HookRunner:
             self._world.around(paths, compounding, staged),
             new=compounding,
             counters={*state.latches, *trial.shown},
-            settings={*state.settings, *trial.left},
+            settings=state.settings,
         )
 
     def _attempt(
@@ -330,12 +334,7 @@ class HookRunner:
             unsent = self._unsent(made)
             refreshes = self._refreshes if paths is None else []
             log = TensorLog(self._live_index, index_of(remade | made), self._before_live_write(unsent, undo))
-            try:
-                assigned = self._call(hooks, refreshes, log, swaps)
-            except Exception as error:
-                if trial.flags and not trial.left:
-                    raise Again(trial.with_flags_left(), trial.flags) from error
-                raise
+            assigned = self._call(hooks, refreshes, log, swaps)
             if own is not None:
                 self._look_abroad(own, log, assigned, undo)
             self._refuse_processed_twice(unsent, log)
@@ -347,14 +346,19 @@ class HookRunner:
                 unchanged = start is not None and equal_bytes(tensor, start)
                 return path in self.loaded or path in log.written_staged or not unchanged
 
+            state = state_of(self.model)
+            names = {path for each in swaps for path in each.touched(assigned)} if hooks else set()
+            state.latches |= names - state.settings  # hooks set them, so they are theirs in later reloads too
+            owned = {*state.latches, *state.compounding} if hooks else set()
             for each in [*swaps, outer]:
                 carry_attributes(each)
-                keep_untouched(each, assigned, is_new_value, self._world.hidden)
+                keep_untouched(each, assigned, is_new_value, self._world.hidden, owned)
             settle(self.model, before, self.write, slots=self._slots(paths))
         except BaseException:
             for part in reversed(installed):
                 part.uninstall()
             raise
+        self._read = log.read
         for holder, names in assigned.items():
             self._assigned.setdefault(holder, set()).update(names)
 
@@ -464,8 +468,11 @@ class HookRunner:
             or trial.candidates
             or any(live[path].alias.numel() == 1 for path in suspects & log.read)
         )
-        touched = frozenset(path for swap in swaps for path in swap.touched(assigned))
-        outcome = outcome_of(log, slots, live, swaps) if needs_outcome else {}
+        stored = {name for hook in self.hooks if self._guards.has_run(hook) for name in names_set_by(hook)}
+        touched = frozenset(path for swap in swaps for path in swap.touched(assigned)) | {
+            path for path in trial.flags if path.rpartition(".")[2] in stored
+        }
+        outcome = outcome_of(log, slots, live, swaps[:-1]) if needs_outcome else {}  # the last shows candidates
         judge(replace(trial, suspects=suspects), Run(log, slots, touched, outcome), state, live, lost)
 
     def _refuse_processed_twice(self, unsent: Mapping[str, Unsent], log: TensorLog) -> None:

@@ -133,7 +133,6 @@ class Staging:
         parameters: From `staged_parameters`.
         written: Paths that the session may write in these modules; those that are not parameters are staged too.
         shown: Names and tensors to show as recorded, besides those that the model's state says.
-        left: Plain values to leave live, besides those that the model's state says.
 
     Attributes:
         unit: What is staged.
@@ -151,7 +150,6 @@ class Staging:
         parameters: Mapping[str, Scope],
         written: Collection[str],
         shown: Collection[str] = (),
-        left: Collection[str] = (),
     ) -> None:
         self.unit = unit
         self.was_interpreted = False
@@ -172,7 +170,7 @@ class Staging:
             scopes,
             new={*written, *state.compounding, *shown},
             counters={*state.latches, *shown},
-            settings={*state.settings, *left},
+            settings=state.settings,
         )
         self.tensors = self.swap.made()
         self._deep = self._stage_deep(path for path in written if path not in self.tensors)
@@ -185,17 +183,14 @@ class Staging:
         self._written |= further
         self._deep |= self._stage_deep(further)
 
-    def again(
-        self, loaded: Mapping[str, torch.Tensor], shown: Collection[str] = (), left: Collection[str] = ()
-    ) -> Staging:
+    def again(self, loaded: Mapping[str, torch.Tensor], shown: Collection[str] = ()) -> Staging:
         """A fresh staged copy of the same unit that holds the same loaded values.
 
         Args:
             loaded: Values by path.
             shown: As for the constructor.
-            left: As for the constructor.
         """
-        staging = Staging(self._model, self._modules, self.unit, self._parameters, self._written, shown, left)
+        staging = Staging(self._model, self._modules, self.unit, self._parameters, self._written, shown)
         for path, value in loaded.items():
             staging.tensors[path].copy_(value)
         return staging

@@ -159,6 +159,7 @@ def record_layouts(model: torch.nn.Module) -> None:
         state.reads.clear()
         state.known.clear()
         state.harmless.clear()
+        state.unread.clear()
         state.latches.clear()
         state.settings.clear()
 

@@ -31,7 +31,7 @@ from weightsync.errors import LayoutError
 from weightsync.reachable import attributes_of, join_path, replace, walk_module
 from weightsync.reload.layouts import ModuleRecord
 from weightsync.reload.records import TensorLayout, same_layout
-from weightsync.reload.scopes import ABSENT, Container
+from weightsync.reload.scopes import ABSENT, Container, is_plain
 from weightsync.reload.state import state_of
 
 _ITEM = "[]"
@@ -46,10 +46,12 @@ class Binding:
     Attributes:
         chain: Attribute names from the module on; `"[]"` for an item.
         is_none_first: Whether it is asked for as None, rather than as missing.
+        is_flag: Whether it is no cache but says that one was built.
     """
 
     chain: tuple[str, ...]
     is_none_first: bool
+    is_flag: bool = False
 
 
 def empty_lazy_caches(model: torch.nn.Module, modules: Mapping[str, torch.nn.Module]) -> list[str]:
@@ -69,13 +71,21 @@ def empty_lazy_caches(model: torch.nn.Module, modules: Mapping[str, torch.nn.Mod
         pending = next((h for h in module._forward_hooks.values() if isinstance(h, _Rebuilt)), None)
         if (not bindings and pending is None) or callable(getattr(module, "refresh_derived", None)):
             continue
+        flags: list[tuple[Any, Any]] = []
         before = {slot.path: slot.tensor for slot in walk_module(module, "")}
         for binding in bindings:
             for holder, name in list(_places(module, binding.chain)):
+                if binding.is_flag:
+                    flags.append((holder, name))
+                    continue
                 _empty(holder, name, _recorded(records.get(module), holder, name), binding)
         now = {slot.path for slot in walk_module(module, "")}
         old = {where: tensor for where, tensor in before.items() if where not in now}
         if old:
+            for holder, name in flags:
+                was = _recorded(records.get(module), holder, name)
+                if is_plain(was) and was is not ABSENT and not isinstance(holder, (dict, list)):
+                    object.__setattr__(holder, name, was)
             if pending is None:
                 pending = _Rebuilt(path)
                 pending.handle = module.register_forward_hook(pending)
@@ -155,36 +165,86 @@ def _parsed(function: Any) -> ast.FunctionDef | None:
 
 
 def _bindings(tree: ast.FunctionDef, this: str) -> Iterator[Binding]:
-    """Places under `this` that are bound within a condition that names them."""
+    """Places under `this` that are bound within a condition that names them, or names a flag that is set with them."""
 
     def visit(node: ast.AST, tests: tuple[ast.AST, ...]) -> Iterator[Binding]:
-        if isinstance(node, (ast.If, ast.IfExp)):
-            tests = (*tests, node.test)
-        elif isinstance(node, ast.Try) and node.handlers:
-            tests = (*tests, *node.body)
-        targets: list[ast.expr] = []
-        if isinstance(node, ast.Assign):
-            targets = [
-                t for target in node.targets for t in (target.elts if isinstance(target, ast.Tuple) else [target])
-            ]
-            if isinstance(node.value, (ast.IfExp, ast.BoolOp)):
-                tests = (*tests, node.value)
-        elif isinstance(node, ast.AnnAssign):
-            targets = [node.target]
-        chains = [_chain(target, this) for target in targets]
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _ADDING:
-            above = _chain(node.func.value, this)
-            chains.append((*above, _ITEM) if above else ())
-            if node.func.attr == "setdefault":
-                tests = (*tests, node)
-        for chain in chains:
-            guards = [test for test in tests if chain and _names(test, this, chain)]
+        tests = (*tests, *_tests_of(node))
+        for chain in _bound_by(node, this):
+            guards = [test for test in tests if _names(test, this, chain)]
+            if isinstance(node, ast.Call) and _called(node) == "setdefault":
+                guards.append(node)
             if guards:
                 yield Binding(chain, any(_asks_for_none(test) for test in guards))
-        for child in ast.iter_child_nodes(node):
-            yield from visit(child, tests)
+            elif flags := [flag for test in tests for flag in _flags_of(test, this, tree)]:
+                yield Binding(chain, is_none_first=True)
+                yield from (Binding(flag, is_none_first=False, is_flag=True) for flag in flags)
+        for _, value in ast.iter_fields(node):
+            above = tests
+            for child in value if isinstance(value, list) else [value]:
+                if isinstance(child, ast.AST):
+                    yield from visit(child, above)
+                    if isinstance(child, ast.If) and isinstance(child.body[-1], (ast.Return, ast.Raise)):
+                        above = (*above, child.test)  # what follows runs where the condition does not hold
 
     yield from visit(tree, ())
+
+
+def _tests_of(node: ast.AST) -> list[ast.AST]:
+    """Conditions that a node puts over what is in it."""
+    if isinstance(node, (ast.If, ast.IfExp, ast.While)):
+        return [node.test]
+    if isinstance(node, ast.Match):
+        asks = [isinstance(case.pattern, ast.MatchSingleton) and case.pattern.value is None for case in node.cases]
+        none = ast.Compare(left=node.subject, ops=[ast.Is()], comparators=[ast.Constant(value=None)])
+        return [none if any(asks) else node.subject]
+    if isinstance(node, ast.Try) and node.handlers:
+        return list(node.body)
+    if isinstance(node, ast.Assign) and isinstance(node.value, (ast.IfExp, ast.BoolOp)):
+        return [node.value]
+    return []
+
+
+def _bound_by(node: ast.AST, this: str) -> list[tuple[str, ...]]:
+    """Places that one statement or call binds."""
+    chains: list[tuple[str, ...]] = []
+    if isinstance(node, ast.Assign):
+        targets = [t for target in node.targets for t in (target.elts if isinstance(target, ast.Tuple) else [target])]
+        chains = [_chain(target, this) for target in targets]
+    elif isinstance(node, ast.AnnAssign):
+        chains = [_chain(node.target, this)]
+    elif isinstance(node, ast.Call):
+        chains = [_bound_by_call(node, this)]
+    return [chain for chain in chains if chain]
+
+
+def _bound_by_call(node: ast.Call, this: str) -> tuple[str, ...]:
+    arguments = list(node.args)
+    if isinstance(node.func, ast.Name) and node.func.id == "setattr" and len(arguments) == 3:
+        above, name = _chain(arguments[0], this), arguments[1]
+        is_this = isinstance(arguments[0], ast.Name) and arguments[0].id == this
+        return (*above, name.value) if (above or is_this) and _is_text(name) else ()  # type: ignore[attr-defined]
+    above = _chain(node.func.value, this) if isinstance(node.func, ast.Attribute) else ()
+    return (*above, _ITEM) if above and _called(node) in _ADDING else ()
+
+
+def _called(node: ast.Call) -> str:
+    return node.func.attr if isinstance(node.func, ast.Attribute) else ""
+
+
+def _is_text(node: ast.AST) -> bool:
+    return isinstance(node, ast.Constant) and isinstance(node.value, str)
+
+
+def _flags_of(test: ast.AST, this: str, tree: ast.FunctionDef) -> list[tuple[str, ...]]:
+    """Attributes that a condition asks for and that the function sets to a constant."""
+    asked = {_chain(node, this) for node in ast.walk(test)} - {()}
+    set_here = {
+        _chain(target, this)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
+        for target in node.targets
+    }
+    return sorted(asked & set_here)
 
 
 def _chain(node: ast.AST, this: str) -> tuple[str, ...]:

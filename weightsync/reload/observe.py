@@ -12,6 +12,7 @@ Writes are seen through torch's dispatcher; a kernel launched past it (a raw Tri
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -48,6 +49,7 @@ class TensorLog(TorchDispatchMode):
         written_live: Paths of live tensors that were written in place.
         written_staged: Paths of staged tensors that were written in place.
         read: Paths of live tensors whose bytes were read.
+        operators: Names of all operators that ran, views left out.
         read_then_written: Live tensors whose old bytes went into the computation before they were overwritten.
     """
 
@@ -57,6 +59,7 @@ class TensorLog(TorchDispatchMode):
         self._staged = staged
         self._before_live_write = before_live_write
         self.read: set[str] = set()
+        self.operators: list[str] = []
         self.written_live: set[str] = set()
         self.written_staged: set[str] = set()
         self.read_then_written: set[str] = set()
@@ -71,6 +74,7 @@ class TensorLog(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         if not func.is_view:
+            self.operators.append(str(func))
             reads, writes = _classify(func, args, kwargs)
             for tensor in reads:
                 self.read.update(path for path, _ in _hit(self._live, tensor))
@@ -84,45 +88,50 @@ class TensorLog(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
+_hooks_lock = threading.RLock()  # classes are shared by all models
+
+
 @contextmanager
 def assignments(holders: Iterable[Any]) -> Iterator[dict[int, set[str]]]:
     """Names that are assigned on each holder inside the block, by `id` of the holder.
 
-    Each holder gets a subclass of its class whose `__setattr__` notes the name. A holder whose class cannot be changed
-    (slots, C types, a metaclass) is left out; its attributes are compared by identity alone.
+    The holders' classes get a `__setattr__` that notes the name, and lose it again; one block at a time in a process. A
+    class that cannot be changed (a C type, a metaclass that forbids it) is left out; attributes of its objects are
+    compared by identity alone.
     """
     assigned: dict[int, set[str]] = {}
-    changed: list[tuple[Any, type]] = []
-    try:
-        for holder in holders:
-            if id(holder) in assigned:
-                continue
-            cls = type(holder)
-            try:
-                object.__setattr__(holder, "__class__", _noting(cls, assigned))
-            except TypeError:
-                continue
-            assigned[id(holder)] = set()
-            changed.append((holder, cls))
-        yield assigned
-    finally:
-        for holder, cls in changed:
-            object.__setattr__(holder, "__class__", cls)
+    changed: list[tuple[type, Any]] = []
+    with _hooks_lock:
+        try:
+            for holder in holders:
+                cls = type(holder)
+                if all(cls is not other for other, _ in changed):
+                    own = vars(cls).get("__setattr__")
+                    try:
+                        cls.__setattr__ = _noting(cls, own, assigned)  # type: ignore[assignment]
+                    except (TypeError, AttributeError):
+                        continue
+                    changed.append((cls, own))
+                assigned.setdefault(id(holder), set())
+            yield assigned
+        finally:
+            for cls, own in reversed(changed):
+                if own is None:
+                    del cls.__setattr__
+                else:
+                    cls.__setattr__ = own
 
 
-class _Blank:
-    """Stands in for the base of a class under construction."""
-
-
-def _noting(cls: type, assigned: dict[int, set[str]]) -> type:
+def _noting(cls: type, own: Any, assigned: dict[int, set[str]]) -> Callable[[Any, str, Any], None]:
     def note(self: Any, name: str, value: Any) -> None:
-        assigned[id(self)].add(name)
-        cls.__setattr__(self, name, value)  # type: ignore[call-arg]  # mypy takes it for object's
+        if id(self) in assigned:
+            assigned[id(self)].add(name)
+        if own is not None:
+            own(self, name, value)
+        else:
+            super(cls, self).__setattr__(name, value)  # type: ignore[arg-type]  # mypy: not a class
 
-    namespace = {"__setattr__": note, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
-    noting = type(cls.__name__, (_Blank,), namespace)
-    noting.__bases__ = (cls,)  # this way no `__init_subclass__` runs, which may register classes
-    return noting
+    return note
 
 
 def _classify(

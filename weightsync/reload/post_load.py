@@ -20,7 +20,8 @@ from __future__ import annotations
 
 import dis
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -139,6 +140,40 @@ def set_latches(hook: Hook) -> list[str]:
     return sorted(name for name in stored & asked if any(_is_latched(holder.get(name)) for holder in holders))
 
 
+def names_set_by(hook: Hook) -> set[str]:
+    """Names of attributes that a hook's code sets, under some condition perhaps, on whatever object.
+
+    Functions that it calls are followed: methods of its owner and of the module, globals of the same package, closures.
+    """
+    names: set[str] = set()
+    seen: set[int] = set()
+    pending: list[Any] = [hook.method]
+    while pending:
+        method = pending.pop()
+        method = getattr(method, "func", method)  # a partial
+        function = inspect.unwrap(getattr(method, "__func__", method))
+        code = getattr(function, "__code__", None)
+        if code is None or id(code) in seen:
+            continue
+        seen.add(id(code))
+        for inner in _codes(code):
+            names.update(step.argval for step in dis.get_instructions(inner) if step.opname == "STORE_ATTR")
+            for called in inner.co_names:
+                pending.extend(getattr(holder, called, None) for holder in (hook.owner, type(hook.module)))
+                near = function.__globals__.get(called)
+                if getattr(near, "__module__", "").partition(".")[0] == function.__module__.partition(".")[0]:
+                    pending.append(near)
+        pending.extend(c.cell_contents for c in function.__closure__ or () if c != types.CellType())
+    return names
+
+
+def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _codes(constant)
+
+
 def _is_latched(value: Any) -> bool:
     if isinstance(value, (int, float, list)):
         return value is True  # a count or a log goes on
@@ -184,6 +219,11 @@ class HookGuards:
                 continue
             attributes = getattr(hook.owner, "__dict__", {})
             method = hook.method or getattr(hook.owner, HOOK)
+            if isinstance(attributes.get(HOOK), _Guard):
+                raise ReloadError(
+                    f"{hook.name}: its {type(hook.owner).__name__} is shared with another model, which has a reload "
+                    "session open; finish or abort that one first"
+                )
             try:
                 if HOOK in attributes:
                     self._own[id(hook.owner)] = attributes[HOOK]

@@ -9,7 +9,7 @@ values and puts the live tensors back, inside new helper objects, containers and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableSequence
+from collections.abc import Callable, Collection, Mapping, MutableSequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,7 @@ from weightsync.errors import LayoutError, shown
 from weightsync.reachable import Slot, replace, walk
 from weightsync.reload.audit import LiveSlot, address
 from weightsync.reload.records import same_layout
-from weightsync.reload.scopes import ABSENT, PLAIN, Scope, tensors_in
+from weightsync.reload.scopes import ABSENT, Scope, is_plain, tensors_in
 from weightsync.reload.swap import Swap
 
 Write = Callable[[str, torch.Tensor, torch.Tensor], None]
@@ -88,6 +88,7 @@ def keep_untouched(
     assigned: Mapping[int, set[str]],
     is_new_value: Callable[[str, torch.Tensor], bool],
     hidden: list[tuple[Scope, dict[Any, Any]]] | None = None,
+    owned: Collection[str] = (),
 ) -> None:
     """Takes the recorded world out again, except for what was loaded or set by a hook.
 
@@ -101,6 +102,7 @@ def keep_untouched(
         is_new_value: `is_new_value(path, tensor)`: whether a tensor that `swap` made was loaded or written since.
         hidden: Where plain items go that a dict or set held, was found without, and that hooks put others beside:
             further hooks have to find it without them too. None to put them back at once.
+        owned: Paths that are known to be these hooks': as recorded where they do not set them, as after a first load.
     """
     for scope, start, live in zip(swap.scopes, swap.start, swap.live, strict=True):
         now = scope.read()
@@ -110,7 +112,8 @@ def keep_untouched(
         final: dict[Any, Any] = {}
         for name in [*live, *(name for name in now if name not in live)]:
             value, first, old = now.get(name, ABSENT), start.get(name, ABSENT), live.get(name, ABSENT)
-            keep = value is not first or name in touched or swap.is_changed(first)
+            is_owned = scope.registry != "items" and scope.key_of(name) in owned
+            keep = value is not first or name in touched or swap.is_changed(first) or is_owned
             if not keep and value is not old:
                 recorded, path = scope.values.get(name, ABSENT), scope.path_of(name)
                 pairs = zip(tensors_in(recorded, value), tensors_in(recorded, old), strict=True)
@@ -119,7 +122,7 @@ def keep_untouched(
                     for (rest, _, there), (_, _, was) in pairs
                     if isinstance(there, torch.Tensor) and isinstance(was, torch.Tensor) and there is not was
                 )
-            is_hidden = scope.registry == "items" and value is first is ABSENT and isinstance(old, PLAIN)
+            is_hidden = scope.registry == "items" and value is first is ABSENT and old is not ABSENT and is_plain(old)
             if hidden is not None and is_hidden and len(now) != len(start):
                 hidden.append((scope, {name: old}))
                 continue

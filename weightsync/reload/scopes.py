@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import collections
 import copy
+import enum
 import functools
 import types
 from collections.abc import Collection, Iterator, Mapping
@@ -227,7 +228,9 @@ def matching(value: Container, live: Any) -> list[Any]:
 
 def is_plain(value: Any) -> bool:
     """Whether it is a value without parts, or nothing at all."""
-    return value is ABSENT or isinstance(value, PLAIN)
+    if isinstance(value, frozenset):
+        return all(is_plain(item) for item in value)
+    return value is ABSENT or isinstance(value, (*PLAIN, enum.Enum, type))
 
 
 def is_counter(value: Any) -> bool:
@@ -251,7 +254,9 @@ def same_counter(value: Any, live: Any) -> bool:
 
 def same_plain(left: Any, right: Any) -> bool:
     """Whether two values are one object, or equal plain values of one type."""
-    return left is right or (isinstance(left, PLAIN) and type(left) is type(right) and left == right)
+    if left is ABSENT or right is ABSENT:
+        return left is right
+    return left is right or (is_plain(left) and type(left) is type(right) and left == right)
 
 
 _MODULE_REGISTRIES: tuple[Registry, ...] = ("parameters", "buffers", "attributes")

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from weightsync.reload.transaction import ReloadSession
 
 # What a copy of a model takes along.
-_COPIED = ("records", "hooks", "compounding", "harmless", "latches", "settings", "reach", "reads", "known")
+_COPIED = ("records", "hooks", "compounding", "harmless", "unread", "latches", "settings", "reach", "reads", "known")
 Status = Literal["live", "loading", "torn"]
 _ATTRIBUTE = "_weightsync_state"
 
@@ -47,6 +47,7 @@ class ModelState:
         compounding: Paths of tensors that are not loaded and that hooks were seen to process in place; hooks find their
             recorded value.
         harmless: Paths of tensors that are not loaded, not as recorded, and that hooks were seen not to process.
+        unread: Those that are not as recorded and that hooks did not look at so far, so that nothing is known of them.
         latches: Names of numbers and lists that hooks set themselves; hooks find the recorded value.
         settings: Names of numbers and lists, not as recorded, that hooks do not set; hooks find the live value.
         reach: By name of a module-stage hook that ran: modules that it looked into, outside its own and those below.
@@ -67,6 +68,7 @@ class ModelState:
     bound: BoundPlan | None = None
     compounding: set[str] = field(default_factory=set)
     harmless: set[str] = field(default_factory=set)
+    unread: set[str] = field(default_factory=set)
     latches: set[str] = field(default_factory=set)
     settings: set[str] = field(default_factory=set)
     reach: dict[str, frozenset[str]] = field(default_factory=dict)

@@ -23,7 +23,6 @@ from weightsync.reload.scopes import (
     ABSENT,
     LIVE,
     MUTABLE,
-    PLAIN,
     Container,
     Scope,
     in_place,
@@ -152,7 +151,7 @@ class Swap:
             scope.path_of(name): value
             for scope in self.scopes
             for name, value in scope.read().items()
-            if isinstance(value, PLAIN)
+            if is_plain(value)
         }
 
     def kept(self) -> dict[str, tuple[TensorLayout, torch.Tensor]]:
@@ -179,7 +178,7 @@ class Swap:
             added = {name: scope.key_of(name) for name in live if name not in scope.values}
             counts = {n: key for n, key in added.items() if is_counter(live[n]) and not self._is_shown(key)}
             self.kept_counters.update(counts.values())
-            flags = {n: key for n, key in added.items() if isinstance(live[n], PLAIN) and n not in counts}
+            flags = {n: key for n, key in added.items() if is_plain(live[n]) and n not in counts}
             left = [*counts, *(name for name, key in flags.items() if key in self._settings)]
             self.flags.update(key for key in flags.values() if key not in self._settings)
             names = dict.fromkeys([*scope.values, *left])

@@ -50,7 +50,6 @@ class Trial:
         candidates: Paths of further plain values, and tensors of one element, not as recorded.
         others: Those of `candidates` that belong to other hooks' modules too: who does not set them leaves them open.
         live_outcome: What came out when live values were shown.
-        left: Flags that are shown live, since hooks raised an error without them.
     """
 
     shows: Literal["live", "recorded", "known"]
@@ -59,7 +58,6 @@ class Trial:
     candidates: frozenset[str] = frozenset()
     others: frozenset[str] = frozenset()
     live_outcome: Outcome = field(default_factory=dict)
-    left: frozenset[str] = frozenset()
 
     @property
     def shown(self) -> frozenset[str]:
@@ -71,10 +69,6 @@ class Trial:
         """Whether it may take another run."""
         return bool(self.shows != "known" and (self.suspects or self.flags or self.candidates))
 
-    def with_flags_left(self) -> Trial:
-        """The run that follows an error: engines may set what hooks cannot do without."""
-        return replace(self, left=self.left | self.flags, flags=frozenset())
-
 
 @dataclass(frozen=True, slots=True)
 class Run:
@@ -83,7 +77,7 @@ class Run:
     Attributes:
         log: To tensors.
         slots: What the model holds after them.
-        touched: Paths of names that they set.
+        touched: Paths of names that they set, or that their code sets under some condition.
         outcome: All that came out.
     """
 
@@ -134,9 +128,9 @@ class Undo:
         for live, old in reversed(self._live):
             live.copy_(old)
 
-    def staged_again(self, shown: Collection[str] = (), left: Collection[str] = ()) -> list[Staging]:
-        """The units staged anew, with the values that they had; arguments as for `Staging`."""
-        return [staging.again(values, shown, left) for staging, values in self._stagings]
+    def staged_again(self, shown: Collection[str] = ()) -> list[Staging]:
+        """The units staged anew, with the values that they had; `shown` as for `Staging`."""
+        return [staging.again(values, shown) for staging, values in self._stagings]
 
 
 def judge(trial: Trial, run: Run, state: ModelState, live: Mapping[str, LiveSlot], lost: Collection[str]) -> None:
@@ -192,14 +186,14 @@ def _decide(trial: Trial, run: Run, state: ModelState) -> None:
 
 def _settle_flags(trial: Trial, run: Run, state: ModelState) -> None:
     state.latches |= trial.flags & run.touched
-    settings = (trial.flags - run.touched) | trial.left
+    settings = trial.flags - run.touched
     state.settings |= settings
     if trial.flags & settings:
         raise Again(Trial("known"), trial.flags & settings)
 
 
 def outcome_of(log: TensorLog, slots: Sequence[Slot], live: Mapping[str, LiveSlot], swaps: Sequence[Swap]) -> Outcome:
-    """All that hooks left: plain values, and the bytes of tensors that are not the untouched live ones."""
+    """What hooks did and left: operators, plain values, bytes of tensors that are not the untouched live ones."""
     tensors = {
         slot.path: slot.tensor
         for slot in slots
@@ -209,6 +203,7 @@ def outcome_of(log: TensorLog, slots: Sequence[Slot], live: Mapping[str, LiveSlo
     layouts = [(tuple(t.shape), t.dtype) for t in tensors.values() if not t.is_meta]
     paths = [path for path, tensor in tensors.items() if not tensor.is_meta]
     outcome: dict[str, Any] = dict(zip(paths, zip(digests, layouts, strict=True), strict=True))
+    outcome["operators"] = tuple(log.operators)  # a branch that changed no bytes, for these weights, was another branch
     for swap in swaps:
         outcome.update(swap.plain_values())
     return outcome

@@ -31,7 +31,6 @@ from weightsync.reload.reconcile import keep_untouched
 from weightsync.reload.scopes import (
     ABSENT,
     LIVE,
-    PLAIN,
     Container,
     Scope,
     in_place,
@@ -197,10 +196,22 @@ class World:
         new, self._told = now - self._told, now
         return {self._owners[holder] for holder, _ in new}
 
-    def take_back_flags(self, assigned: Mapping[int, set[str]]) -> None:
-        """Gives flags that no hook set their live values back."""
+    def take_back_flags(self, assigned: Mapping[int, set[str]], modules: Collection[str] | None) -> None:
+        """Gives flags their live values back, but for those that hooks set, or whose hooks ran and did not set them.
+
+        Args:
+            assigned: Names assigned on each holder in this session.
+            modules: Those whose hooks ran; None for all.
+        """
         if self._flags is not None:
-            keep_untouched(self._flags, assigned, lambda path, tensor: False)
+            ran = (
+                (scope, name)
+                for scope in self._flags.scopes
+                for name in scope.values
+                if modules is None or self._owners[id(scope.holder)] in modules
+            )
+            owned = self._state.latches & {scope.key_of(name) for scope, name in ran}
+            keep_untouched(self._flags, assigned, lambda path, tensor: False, owned=owned)
             self._flags = None
         for scope, names in self.hidden:
             now = scope.read()
@@ -225,7 +236,7 @@ def _flags(scopes: Sequence[Scope], chosen: Collection[str] | None = None) -> It
                 values[name] = value
         added = [name for name in now if name not in scope.values] if _may_hide(scope) else []
         for name in added:
-            if isinstance(scope.holder, set) or isinstance(now[name], PLAIN):
+            if isinstance(scope.holder, set) or is_plain(now[name]):
                 values[name] = ABSENT
         if chosen is not None:
             values = {n: v for n, v in values.items() if scope.key_of(n) in chosen}

@@ -104,7 +104,41 @@ class InTuple(Sink):
         return self.pair[0]
 
 
-KINDS = [InNone, InDict, InList, InHelper, InProperty, InMethod, InTuple]
+class AfterReturn(InNone):
+    def forward(self) -> torch.Tensor:
+        if self.cache is not None:
+            return self.cache
+        self.cache = self.build()
+        return self.cache
+
+
+class ByFlag(InNone):
+    def prepare(self) -> None:
+        self.cache, self.is_ready = None, False
+
+    def forward(self) -> torch.Tensor:
+        if not self.is_ready:
+            self.cache = self.build()
+            self.is_ready = True
+        return self.cache
+
+
+class BySetattr(InNone):
+    def forward(self) -> torch.Tensor:
+        if not hasattr(self, "padded"):
+            setattr(self, "padded", self.build())  # noqa: B010
+        return self.padded
+
+
+class ByMatch(InNone):
+    def forward(self) -> torch.Tensor:
+        match self.cache:
+            case None:
+                self.cache = self.build()
+        return self.cache
+
+
+KINDS = [AfterReturn, BySetattr, ByMatch, InNone, InDict, InList, InHelper, InProperty, InMethod, InTuple]
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -199,3 +233,14 @@ def test_a_rebuilt_cache_of_another_shape_is_an_error_that_names_it() -> None:
     model.l.size = 2
     with pytest.raises(LayoutError, match=r"l\.cache: .*\(5,\), it was .*\(4,\)"):
         model.l()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_flag_that_says_that_a_cache_was_built_goes_with_it(mode: str) -> None:
+    model = cold(Net(l=ByFlag()), {"l.w": full(1, 3)})
+    address = model.l().data_ptr()
+    for value in (5, 7):
+        push(model, {"l.w": full(value, 3)}, mode)
+        assert [model.l().tolist() for _ in range(2)] == [[value] * 3 + [0]] * 2
+        assert model.l().data_ptr() == address
+        assert model.l.is_ready
