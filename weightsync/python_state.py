@@ -11,12 +11,23 @@ import array
 import collections
 import functools
 import types
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from weightsync.reachable import REGISTRIES, TABLES, attributes_of, cells_of, children_of, is_set, visit
+from weightsync.reachable import attributes_of, cells_of, children_of, contents, is_set, visit
+from weightsync.survey import (
+    REGISTRIES,
+    TABLES,
+    Read,
+    read_attributes,
+    read_dict,
+    read_function,
+    read_module,
+    read_sequence,
+)
 
 _RAW = (np.ndarray, bytearray, array.array)  # bytes outside of any tensor, which no walk enters
 _UNCHANGEABLE = (tuple, frozenset, types.MethodType, types.MappingProxyType)
@@ -32,12 +43,19 @@ class PythonState:
         finally: state.restore()
     """
 
-    def __init__(self, entries: list[_Saved]) -> None:
+    def __init__(self, entries: Sequence[_Saved | _SavedRead]) -> None:
         self._entries = entries
 
     @classmethod
     def capture(cls, model: torch.nn.Module) -> PythonState:
         """Remembers everything that `walk` can reach in `model`; costs references, no tensor memory."""
+        read = contents(model)
+        if read:  # what a walk has just read need not be read again
+            return cls([
+                _SavedRead(entry) if entry.how in _PARTS_OF else _Saved(entry.holder)
+                for entry in read
+                if type(entry.holder) not in _UNCHANGEABLE
+            ])  # fmt: skip
         saved: dict[int, _Saved] = {}
         for found in visit(model):
             if id(found.value) not in saved and type(found.value) not in _UNCHANGEABLE:
@@ -64,15 +82,72 @@ class _Saved:
         self.contents = _contents(node)
 
     def restore(self) -> None:
-        node = self.node
-        now = attributes_of(node)
-        for name in now:
-            if name not in self.attributes:
-                object.__delattr__(node, name)
-        for name, value in self.attributes.items():
-            if name not in now or now[name] is not value:
-                object.__setattr__(node, name, value)
-        _put_contents(node, self.contents)
+        _put_attributes(self.node, self.attributes)
+        _put_contents(self.node, self.contents)
+
+
+class _SavedRead:
+    """The same, of what a walk read; taken apart only if it is put back."""
+
+    __slots__ = ("rest", "was")
+
+    def __init__(self, was: Read) -> None:
+        self.was = was
+        node = was.holder
+        self.rest: Any = None
+        if isinstance(node, torch.Tensor):
+            self.rest = node.data, node.requires_grad
+        elif was.how is read_module and any(was.keys[-1]):
+            self.rest = {name: table.copy() for name in TABLES if (table := node.__dict__[name])}
+
+    def restore(self) -> None:
+        attributes, contents = _PARTS_OF[self.was.how](self.was, self.rest)
+        if attributes is not None:
+            _put_attributes(self.was.holder, attributes)
+        _put_contents(self.was.holder, contents)
+
+
+Parts = tuple[dict[str, Any] | None, Any]  # attributes and contents as `_Saved` has them; None: it has no attributes
+
+
+def _of_module(was: Read, tables: dict[str, Any] | None) -> Parts:
+    values = iter(was.values)
+    registries = [{key: next(values) for key in keys} for keys in was.keys[:3]]
+    every = {key: next(values) for key in was.keys[3]}
+    contents: list[Any] = [(name, every[name], items) for name, items in zip(REGISTRIES, registries, strict=True)]
+    contents += [(name, every[name], (tables or {}).get(name)) for name in TABLES]
+    return {name: value for name, value in every.items() if name not in REGISTRIES}, contents
+
+
+def _of_attributes(was: Read, rest: Any) -> Parts:
+    attributes = dict(zip(was.keys, was.values, strict=True))
+    return {name: value for name, value in attributes.items() if name not in REGISTRIES}, rest
+
+
+def _of_function(was: Read, rest: None) -> Parts:
+    _, names, num_cells = was.keys
+    defaults, keyword_defaults, *others = was.values
+    cells = list(zip(was.holder.__closure__ or (), others[:num_cells], strict=True))
+    return dict(zip(names, others[num_cells:], strict=True)), (defaults, keyword_defaults, cells)
+
+
+_PARTS_OF: dict[Any, Callable[[Read, Any], Parts]] = {
+    read_module: _of_module,
+    read_attributes: _of_attributes,
+    read_function: _of_function,
+    read_dict: lambda was, rest: (None, dict(zip(was.keys, was.values, strict=True))),
+    read_sequence: lambda was, rest: (None, set(was.values) if isinstance(was.holder, set) else list(was.values)),
+}
+
+
+def _put_attributes(node: Any, attributes: dict[str, Any]) -> None:
+    now = attributes_of(node)
+    for name in now:
+        if name not in attributes:
+            object.__delattr__(node, name)
+    for name, value in attributes.items():
+        if name not in now or now[name] is not value:
+            object.__setattr__(node, name, value)
 
 
 def _contents(node: Any) -> Any:

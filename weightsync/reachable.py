@@ -34,15 +34,10 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from weightsync.errors import LayoutError
-from weightsync.survey import LEFT_OUT, Survey
+from weightsync.survey import LEFT_OUT, REGISTRIES, TABLES, Read, Survey, Visit
 
 Kind = Literal["parameter", "buffer", "attribute"]
 
-REGISTRIES = ("_parameters", "_buffers", "_modules")
-# Dicts and sets that torch itself puts on every module, for hooks: nearly always empty, so an empty one is passed over.
-TABLES = frozenset(
-    name for name, value in vars(torch.nn.Module()).items() if isinstance(value, (dict, set)) and name not in REGISTRIES
-)
 _FOREIGN = frozenset(sys.stdlib_module_names) | {"torch", "numpy", "triton", "weightsync"}
 CONTAINERS = (dict, list, tuple, set, frozenset, collections.deque, types.MappingProxyType)
 # Standard-library types that only hold what a user put there.
@@ -182,22 +177,17 @@ _strangers: weakref.WeakKeyDictionary[torch.nn.Module, weakref.WeakSet[torch.nn.
 def python_state(model: torch.nn.Module) -> object | None:
     """Stands for what hangs on `model` now: the same object at two moments if nothing changed between them.
 
-    Tensors count by identity, everything else by value. Whether a tensor's bytes or address changed is not seen. None
-    if something hangs on the model whose inside cannot be seen.
+    Tensors count by identity, address and layout, everything else by value; a tensor's bytes are not seen. None if
+    something hangs on the model whose inside cannot be seen.
     """
-    visit(model)
-    pinned = _still.pinned.get(id(model))
-    if pinned is not None:
-        return pinned[1]
-    surveys = _surveys.get(model)
-    return surveys[0].state if surveys else None
+    return _visit(model).state
 
 
 class _Still(threading.local):
-    """What walks give in this thread while the caller changes nothing: id of a model -> (found, Python state)."""
+    """What walks give in this thread while the caller changes nothing, by `id` of the model."""
 
     def __init__(self) -> None:
-        self.pinned: dict[int, tuple[list[Found], object | None]] = {}
+        self.pinned: dict[int, Visit] = {}
 
 
 _still = _Still()
@@ -209,34 +199,52 @@ def standing_still(model: torch.nn.Module) -> Iterator[None]:
     if id(model) in _still.pinned:
         yield
         return
-    found = visit(model)
-    surveys = _surveys.get(model)
-    _still.pinned[id(model)] = (found, surveys[0].state if surveys else None)
+    _still.pinned[id(model)] = _visit(model)
     try:
         yield
     finally:
         del _still.pinned[id(model)]
 
 
+@contextmanager
+def moving_again(model: torch.nn.Module) -> Iterator[None]:
+    """Inside `standing_still`, lets the caller change what hangs on `model` for a while."""
+    was_pinned = _still.pinned.pop(id(model), None) is not None
+    try:
+        yield
+    finally:
+        if was_pinned:
+            _still.pinned[id(model)] = _visit(model)
+
+
 def visit(model: torch.nn.Module) -> list[Found]:
     """Holders once, tensors at every place; by an earlier walk where nothing has changed since."""
+    return _visit(model).found
+
+
+def contents(model: torch.nn.Module) -> list[Read]:
+    """What each holder that `visit` gives holds now; empty where that was not read on the way."""
+    return _visit(model).read
+
+
+def _visit(model: torch.nn.Module) -> Visit:
     pinned = _still.pinned.get(id(model))
     if pinned is not None:
-        return pinned[0]
+        return pinned
     surveys = _surveys.setdefault(model, [])
     for index, survey in enumerate(surveys):
-        found = survey.revisit(model)
-        if found is not None:
+        again = survey.revisit(model)
+        if again is not None:
             surveys.insert(0, surveys.pop(index))
-            return found
+            return again
     found = list(_visit_anew(model))
-    survey = Survey(model, found, children_of, tuple(TABLES))
-    if survey.is_complete:
-        surveys.insert(0, survey)
-        del surveys[_NUM_SURVEYS:]
-    else:
+    survey = Survey(model, found, children_of)
+    if not survey.is_complete:
         surveys.clear()
-    return found
+        return Visit(found, [], None)
+    surveys.insert(0, survey)
+    del surveys[_NUM_SURVEYS:]
+    return Visit(found, [], survey.state)
 
 
 def _visit_anew(model: torch.nn.Module) -> Iterator[Found]:

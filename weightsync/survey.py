@@ -5,7 +5,8 @@ moved. A full walk costs a millisecond per layer, most of it spent on finding th
 for each holder on the way, the keys of what hangs on it, and its identities and types; comparing these is cheap.
 
     survey = Survey(model, found, ...)     # after a full walk
-    survey.revisit(model)                  # the same entries, of the objects that stand there now; None: walk anew
+    visit = survey.revisit(model)          # the same entries, of the objects that stand there now; None: walk anew
+    visit.found, visit.read                # and what each holder held, for whoever has to put it back
 
 A survey holds no tensor and no object of the model, only keys, immutable values, types and numbers: it keeps nothing
 alive, and has no weak reference to a tensor, which `torch.utils.swap_tensors` would refuse to move. An identity can be
@@ -20,6 +21,7 @@ import decimal
 import enum
 import fractions
 import functools
+import operator
 import pathlib
 import types
 from collections.abc import Callable, Sequence
@@ -29,6 +31,36 @@ import numpy as np
 import torch
 
 Raw = tuple[Any, Sequence[Any]]  # keys, and what hangs on the holder
+
+
+class Read(NamedTuple):
+    """What one holder held.
+
+    Attributes:
+        holder: The object.
+        how: The function that read it: one of this module's `read_` functions, or any other.
+        keys: As that function gives them.
+        values: As that function gives them.
+    """
+
+    holder: Any
+    how: Callable[[Any], Raw]
+    keys: Any
+    values: Sequence[Any]
+
+
+class Visit(NamedTuple):
+    """What stands in a model now.
+
+    Attributes:
+        found: The entries of a walk.
+        read: What each holder held; empty if it was walked anew, or holds something whose inside cannot be seen.
+        state: Stands for all of it but bytes; see `Survey.state`.
+    """
+
+    found: list[Any]
+    read: list[Read]
+    state: object | None
 
 
 class _Holder(NamedTuple):
@@ -50,17 +82,10 @@ class Survey:
         model: The module walked.
         found: What was found, in order: named tuples of one kind whose last field is `value`; the model is the first.
         children: What hangs on an object that is neither module, dict, list nor plain object: (step, child) pairs.
-        tables: Names of the dicts and sets that torch puts on every module; compared by length.
     """
 
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        found: Sequence[Any],
-        children: Callable[[Any], Any],
-        tables: tuple[str, ...],
-    ) -> None:
-        self._children, self._tables = children, tables
+    def __init__(self, model: torch.nn.Module, found: Sequence[Any], children: Callable[[Any], Any]) -> None:
+        self._children = children
         self._make = type(found[0])
         self._found = [tuple(entry)[:-1] for entry in found]
         slots: dict[int, int] = {id(model): 0}
@@ -68,22 +93,23 @@ class Survey:
             slots.setdefault(id(entry.value), len(slots))
         self._slot_of_entry = [slots[id(entry.value)] for entry in found]
         self._num_slots = len(slots)
-        self._tensors = {
-            slots[id(entry.value)]: _facts(entry.value) for entry in found if isinstance(entry.value, torch.Tensor)
-        }
+        tensors = {slots[id(entry.value)]: entry.value for entry in found if isinstance(entry.value, torch.Tensor)}
+        self._tensors = list(tensors)
+        self._facts = list(map(_facts, tensors.values()))
+        self._places = list(map(_place, tensors.values()))
         self._holders: list[_Holder] = []
-        self.is_complete = self._record(model, slots)
+        reached = self._record(model, slots)
+        self.is_complete = len(reached) == self._num_slots
         self._sees_all_values = not any(
             _is_opaque(value) and id(value) not in slots
             for holder in self._holders
-            for value in holder.read(self._reached[holder.slot])[1]
+            for value in holder.read(reached[holder.slot])[1]
         )
-        del self._reached
         self._state: object = object()
 
-    def _record(self, model: torch.nn.Module, slots: dict[int, int]) -> bool:
-        """Visits everything found, parents first; False if something can't be reached by what holders give."""
-        reached = self._reached = {0: model}
+    def _record(self, model: torch.nn.Module, slots: dict[int, int]) -> dict[int, Any]:
+        """Visits everything found, parents first; the objects by slot that what holders give leads to."""
+        reached = {0: model}
         queue = [0]
         for slot in queue:
             node = reached[slot]
@@ -98,82 +124,82 @@ class Survey:
                     reached[child] = value
                     queue.append(child)
                 gives.append((position, child))
-            self._holders.append(
-                _Holder(
-                    slot,
-                    read,
-                    keys,
-                    list(map(id, values)),
-                    list(map(type, values)),
-                    list(map(_leaf, values)),
-                    tuple(gives),
-                )
-            )
-        return len(reached) == self._num_slots
+            identities, kinds, leaves = list(map(id, values)), list(map(type, values)), list(map(_leaf, values))
+            self._holders.append(_Holder(slot, read, keys, identities, kinds, leaves, tuple(gives)))
+        return reached
 
     def _reader(self, node: Any) -> Callable[[Any], Raw]:
         if isinstance(node, torch.nn.Module):
-            return self._read_module
+            return read_module
         fast = _READERS.get(type(node))
         if fast is not None:
             return fast
         is_plain = isinstance(node, torch.Tensor) or type(node).__module__ not in _SPECIAL
         if is_plain and hasattr(node, "__dict__") and not isinstance(node, _HOLD_ITEMS) and not _has_slots(type(node)):  # type: ignore[arg-type]  # types are hashable
-            return _read_attributes
+            return read_attributes
         return self._read_children
-
-    def _read_module(self, node: Any) -> Raw:
-        attributes = node.__dict__
-        parameters, buffers, modules = attributes["_parameters"], attributes["_buffers"], attributes["_modules"]
-        keys = (
-            [*parameters, *buffers, *modules, *attributes],
-            [len(attributes[name]) for name in self._tables if name in attributes],
-        )
-        return keys, [*parameters.values(), *buffers.values(), *modules.values(), *attributes.values()]
 
     def _read_children(self, node: Any) -> Raw:
         pairs = list(self._children(node))
         return [step for step, _ in pairs], [child for _, child in pairs]
 
-    def revisit(self, model: torch.nn.Module) -> list[Any] | None:
+    def revisit(self, model: torch.nn.Module) -> Visit | None:
         """The entries of a walk over `model` as it is now; None if it must be walked anew."""
         objects: list[Any] = [None] * self._num_slots
         objects[0] = model
         try:
-            unchanged = self._fill(objects)
+            read = self._fill(objects)
         except Exception:  # a key whose comparison fails, a holder that lost what its kind has: a walk tells
             return None
-        if not unchanged or any(facts != _facts(objects[slot]) for slot, facts in self._tensors.items()):
+        if read is None:
             return None
+        tensors = [objects[slot] for slot in self._tensors]
+        if self._facts != list(map(_facts, tensors)):
+            return None
+        places = list(map(_place, tensors))
+        if places != self._places:
+            self._places, self._state = places, object()
         make = self._make
-        return [make(*entry, objects[slot]) for entry, slot in zip(self._found, self._slot_of_entry, strict=True)]
+        found = [make(*entry, objects[slot]) for entry, slot in zip(self._found, self._slot_of_entry, strict=True)]
+        return Visit(found, read if self._sees_all_values else [], self.state)
 
     @property
     def state(self) -> object | None:
-        """The same object as long as every number and string that hangs on the model stays the same, too.
+        """The same object as long as every number and string that hangs on the model, and every tensor's place, stays.
 
         None if something hangs there whose inside a survey cannot see, such as an array.
         """
         return self._state if self._sees_all_values else None
 
-    def _fill(self, objects: list[Any]) -> bool:
-        """Looks up every object from its holder; False as soon as something differs."""
-        for index, holder in enumerate(self._holders):
-            keys, values = holder.read(objects[holder.slot])
-            if keys != holder.keys or list(map(type, values)) != holder.kinds:
-                return False
+    def _fill(self, objects: list[Any]) -> list[Read] | None:
+        """Looks up every object from its holder, and gives what each holds; None as soon as something differs."""
+        found = []
+        for index, (slot, read, old_keys, old_identities, kinds, old_leaves, gives) in enumerate(self._holders):
+            node = objects[slot]
+            keys, values = read(node)
+            if keys != old_keys or list(map(type, values)) != kinds:
+                return None
             identities = list(map(id, values))
-            if identities != holder.identities:
+            if identities != old_identities:
+                holder = self._holders[index]
                 if not _only_leaves_changed(holder, values):
-                    return False
+                    return None
                 leaves = list(map(_leaf, values))
-                if leaves != holder.leaves:
+                if leaves != old_leaves:
                     self._state = object()
                 self._holders[index] = holder._replace(identities=identities, leaves=leaves)
-            for position, slot in holder.gives:
-                objects[slot] = values[position]
-        return True
+            for position, child in gives:
+                objects[child] = values[position]
+            found.append(Read(node, read, keys, values))
+        return found
 
+
+REGISTRIES = ("_parameters", "_buffers", "_modules")
+# Dicts and sets that torch itself puts on every module, for hooks: nearly always empty, so an empty one is passed over.
+TABLES = frozenset(
+    name for name, value in vars(torch.nn.Module()).items() if isinstance(value, (dict, set)) and name not in REGISTRIES
+)
+_tables_of: Callable[[dict[str, Any]], tuple[Any, ...]] = operator.itemgetter(*sorted(TABLES))
 
 # Kept, not only their identities: a value that is alive leaves its identity to no other.
 _LEAVES = (
@@ -205,6 +231,16 @@ def _facts(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor._cdata, shape, tensor.dtype, tensor.requires_grad
 
 
+def _place(tensor: torch.Tensor) -> tuple[Any, ...] | None:
+    """Where its elements lie; None for one that lies nowhere, or in no simple way."""
+    if tensor.layout != torch.strided or tensor.is_nested:
+        return None
+    try:
+        return tensor.data_ptr(), tensor.stride()
+    except RuntimeError:  # a subclass without storage of its own
+        return None
+
+
 def _leaf(value: Any) -> Any:
     return value if type(value) in _LEAVES or isinstance(value, np.generic) else None
 
@@ -225,15 +261,27 @@ def _only_leaves_changed(holder: _Holder, values: Sequence[Any]) -> bool:
     )
 
 
-def _read_sequence(node: Any) -> Raw:
+def read_module(node: Any) -> Raw:
+    """Keys: names of parameters, buffers, modules and attributes, and the lengths of torch's tables."""
+    attributes = node.__dict__
+    parameters, buffers, modules = attributes["_parameters"], attributes["_buffers"], attributes["_modules"]
+    lengths = list(map(len, _tables_of(attributes)))
+    keys = [*parameters], [*buffers], [*modules], [*attributes], lengths
+    return keys, [*parameters.values(), *buffers.values(), *modules.values(), *attributes.values()]
+
+
+def read_sequence(node: Any) -> Raw:
+    """No keys; the items."""
     return None, list(node)
 
 
-def _read_dict(node: Any) -> Raw:
+def read_dict(node: Any) -> Raw:
+    """Keys and values."""
     return list(node), list(node.values())
 
 
-def _read_function(node: Any) -> Raw:
+def read_function(node: Any) -> Raw:
+    """Keys: code, names of attributes, number of cells; values: both kinds of defaults, cells, attributes."""
     attributes = vars(node)
     cells = [cell.cell_contents for cell in node.__closure__ or ()]  # an empty one raises, and a full walk is made
     keys = node.__code__, list(attributes), len(cells)
@@ -244,17 +292,18 @@ def _read_method(node: Any) -> Raw:
     return None, (node.__self__, node.__func__)
 
 
-def _read_attributes(node: Any) -> Raw:
+def read_attributes(node: Any) -> Raw:
+    """Names and values."""
     attributes = node.__dict__
     return list(attributes), list(attributes.values())
 
 
 _READERS: dict[type, Callable[[Any], Raw]] = {
-    dict: _read_dict,
-    list: _read_sequence,
-    tuple: _read_sequence,
-    set: _read_sequence,
-    frozenset: _read_sequence,
-    types.FunctionType: _read_function,
+    dict: read_dict,
+    list: read_sequence,
+    tuple: read_sequence,
+    set: read_sequence,
+    frozenset: read_sequence,
+    types.FunctionType: read_function,
     types.MethodType: _read_method,
 }

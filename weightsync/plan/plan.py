@@ -30,7 +30,7 @@ from weightsync.plan.loading import Loader, Weights
 from weightsync.plan.record import Casts, Recording, record
 from weightsync.plan.signature import Signature
 from weightsync.plan.writes import Claim, Destination, NamePlan, Treatment, Write
-from weightsync.reachable import standing_still
+from weightsync.reachable import moving_again, standing_still
 
 __all__ = ["Claim", "Destination", "NamePlan", "ReloadPlan", "Write", "check_plan", "plan_reload"]
 
@@ -200,7 +200,7 @@ def plan_reload(
             if known is not None and known[0].holds(model, modes):
                 cache.entries[key] = cache.entries.pop(key)
                 return known[1]
-        with collection_paused():
+        with collection_paused(), moving_again(model):
             with checkpoint_layout(model, mode):
                 recording = record(model, manifest, ignore=ignore, casts=casts)
             plan = _plan_from(recording, manifest, mode, scope, modes)

@@ -29,7 +29,7 @@ class Signature:
     _values: tuple[Any, ...]
     _looked_at: Mapping[str, torch.Tensor]
     _modes: tuple[Any, ...]
-    _python_state: object | None = None  # if it is still this one, plain values need not be looked at
+    _python_state: object | None = None  # if it is still this one, layout and values need not be looked at
 
     @classmethod
     def of(cls, model: torch.nn.Module, modes: Mapping[str, Any], live_reads: Iterable[str]) -> Signature:
@@ -47,11 +47,11 @@ class Signature:
 
     def holds(self, model: torch.nn.Module, modes: Mapping[str, Any]) -> bool:
         """Whether the model is still in this state."""
-        if self._modes != _modes_of(modes) or self._layout != _layout_of(model):
+        if self._modes != _modes_of(modes):
             return False
         state = python_state(model)
         if state is None or state is not self._python_state:
-            if self._values != values_of(model):
+            if self._layout != _layout_of(model) or self._values != values_of(model):
                 return False
             self._python_state = state
         if not self._looked_at:

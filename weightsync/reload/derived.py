@@ -20,6 +20,7 @@ from weightsync import reachable
 from weightsync.plan.loading import Loader
 from weightsync.python_state import PythonState
 from weightsync.reload.scopes import ABSENT
+from weightsync.reload.unchanged import while_unchanged
 
 if TYPE_CHECKING:
     from weightsync.reload.direct import BoundPlan
@@ -28,11 +29,15 @@ Call = tuple[str, str, int]  # weight name, shard id, expert id
 _NOTHING: Any = object()
 
 
-def host_scalars(model: torch.nn.Module) -> dict[str, Any]:
+def host_scalars(model: torch.nn.Module) -> Mapping[str, Any]:
     """Python numbers and flags among the attributes of modules and their helper objects, by path.
 
     Objects within containers are left out: what a kernel is called with hangs on the module or its kernel object.
     """
+    return while_unchanged(model, "host scalars", lambda: _host_scalars(model))
+
+
+def _host_scalars(model: torch.nn.Module) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for holder in reachable.visit(model):
         is_object = not isinstance(holder.value, (torch.Tensor, *reachable.CONTAINERS, *reachable.CALLABLES))
@@ -51,6 +56,8 @@ def _is_attribute_path(path: str) -> bool:
 def changed_scalars(before: Mapping[str, Any], model: torch.nn.Module) -> dict[str, tuple[Any, Any]]:
     """Path -> (before, now) of numbers and flags that changed or came up; None stands for "not there"."""
     now = host_scalars(model)
+    if now is before:
+        return {}
     return {
         path: (before.get(path), now.get(path))
         for path in {**before, **now}

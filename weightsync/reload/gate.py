@@ -17,6 +17,7 @@ import torch
 from weightsync.errors import ReloadError, TornModelError, shown
 from weightsync.reachable import Slot
 from weightsync.reload.state import ModelState, state_of
+from weightsync.survey import REGISTRIES
 
 
 def refuse_unready(modules: Mapping[str, torch.nn.Module], slots: Iterable[Slot]) -> None:
@@ -78,6 +79,10 @@ def _refuser(state: ModelState) -> Any:
 
 
 def _is_set(module: torch.nn.Module, name: str) -> bool:
+    own, cls = module.__dict__, type(module)
+    is_plain = cls.__getattr__ is torch.nn.Module.__getattr__  # then it may only be in one of these places
+    if is_plain and name not in own and not hasattr(cls, name) and all(name not in own[table] for table in REGISTRIES):
+        return False
     value = getattr(module, name, None)
     return bool(value() if callable(value) else value)
 

@@ -21,7 +21,7 @@ repack, free. So a module is loaded in one of two ways:
 from __future__ import annotations
 
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -31,11 +31,12 @@ import torch
 
 from weightsync import reachable
 from weightsync.errors import LayoutError, shown
-from weightsync.reload.post_load import declares_direct, hooks_in_order, recorded_hooks, set_latches
+from weightsync.reload.post_load import Hook, declares_direct, hooks_in_order, recorded_hooks, set_latches
 from weightsync.reload.records import TensorLayout, layouts_of
 from weightsync.reload.scopes import Scope, is_outer, only_tensors, scopes_on
 from weightsync.reload.state import state_of, unwrapped
 from weightsync.reload.swap import Swap
+from weightsync.reload.unchanged import while_unchanged
 
 Mode = Literal["direct", "layerwise"]
 
@@ -164,24 +165,29 @@ def record_layouts(model: torch.nn.Module) -> None:
         state.settings.clear()
 
 
-def module_modes(
-    model: torch.nn.Module, mode: Mode, modules: Mapping[str, torch.nn.Module] | None = None
-) -> dict[str, ModuleMode]:
+def module_modes(model: torch.nn.Module, mode: Mode) -> Mapping[str, ModuleMode]:
     """How each module that has tensors to load is loaded in a session of the given mode.
 
     Args:
         model: The model.
         mode: Of the session. "direct" falls back to layerwise for each module that may not be direct.
-        modules: From `modules_of`, if that was looked up already.
 
     Raises:
         LayoutError: Modules need their checkpoint layout and have no record of it. All are named.
     """
+    return line_up(model, mode)[1]
+
+
+def line_up(model: torch.nn.Module, mode: Mode) -> tuple[Sequence[Hook], Mapping[str, ModuleMode]]:
+    """All hooks in the order in which a loader runs them, and how each module is loaded; see `module_modes`."""
     if mode not in ("direct", "layerwise"):
         raise LayoutError(f'mode must be "direct" or "layerwise", got {mode!r}')
     model = unwrapped(model)
-    records = state_of(model).records
-    modules = modules_of(model) if modules is None else modules
+    return while_unchanged(model, ("line-up", mode), lambda: _line_up(model, mode))
+
+
+def _line_up(model: torch.nn.Module, mode: Mode) -> tuple[list[Hook], dict[str, ModuleMode]]:
+    records, modules = state_of(model).records, modules_of(model)
     hooks = hooks_in_order(modules.items(), state_of(model).hooks)
     hooked = {id(hook.module): hook for hook in hooks}
     modes: dict[str, ModuleMode] = {}
@@ -216,7 +222,7 @@ def module_modes(
             "load's hooks, or declare supports_direct_reload = True where the hook leaves the loaders' layout alone",
             names=unrecorded,
         )
-    return modes
+    return hooks, modes
 
 
 @contextmanager
@@ -230,7 +236,7 @@ def checkpoint_layout(model: torch.nn.Module, mode: Mode) -> Iterator[None]:
     model = unwrapped(model)
     records = state_of(model).records
     modules = modules_of(model)
-    modes = module_modes(model, mode, modules)
+    modes = module_modes(model, mode)
     swap = Swap(
         [scope for path, m in modes.items() if m.from_record for scope in records[modules[path]].scopes],
         placeholder=True,

@@ -106,7 +106,7 @@ def start_reload(
     except BaseException as error:
         if session.is_open:
             session.abort(f"{type(error).__name__} while it was opened")
-        session.is_claiming = False
+        session.release_claim()
         with state.lock:
             if state.session is session:
                 state.session = None

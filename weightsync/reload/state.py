@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import threading
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -53,6 +54,8 @@ class ModelState:
         reach: By name of a module-stage hook that ran: modules that it looked into, outside its own and those below.
         reads: The same, of those whose tensors it looked at.
         known: Names of hooks that ran and were looked at.
+        kept: Results that follow from the model's Python state, by key; see unchanged.py.
+        kept_for: That state.
         torn_by: What tore the model, for messages.
         gate: Handles of the forward pre-hook that refuses to serve.
     """
@@ -74,6 +77,8 @@ class ModelState:
     reach: dict[str, frozenset[str]] = field(default_factory=dict)
     reads: dict[str, frozenset[str]] = field(default_factory=dict)
     known: set[str] = field(default_factory=set)
+    kept: dict[Hashable, Any] = field(default_factory=dict)
+    kept_for: tuple[Any, ...] = ()
     torn_by: str = ""
     gate: list[Any] = field(default_factory=list)
 

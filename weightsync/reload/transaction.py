@@ -40,15 +40,15 @@ from weightsync.reload.hook_runner import HookRunner
 from weightsync.reload.intake import HeldPolicy, Intake
 from weightsync.reload.journal import Journal, Rollback
 from weightsync.reload.layerwise import build_units, staged_parameters
-from weightsync.reload.layouts import Mode, module_modes, modules_of
+from weightsync.reload.layouts import Mode, line_up, modules_of
 from weightsync.reload.lazy_caches import empty_lazy_caches
 from weightsync.reload.partial import Partial
-from weightsync.reload.post_load import HookGuards, hooks_in_order
+from weightsync.reload.post_load import HookGuards
 from weightsync.reload.report import ReloadReport
 from weightsync.reload.state import Status, state_of, unwrapped
 from weightsync.transport.buckets import Bucket
 
-_claims: weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[ReloadSession]] = weakref.WeakKeyDictionary()
+_claiming: weakref.WeakSet[ReloadSession] = weakref.WeakSet()
 _claims_lock = threading.Lock()
 Weights = Iterable[tuple[str, torch.Tensor]] | Mapping[str, torch.Tensor]
 MAX_HELD_BYTES = 256 * 2**20
@@ -83,7 +83,6 @@ class ReloadSession:
         version: Version announced at start, if any.
         plan: The plan. Without a manifest: the latest one made, None before the first `load_weights`.
         report: What was done, once finished; None before.
-        is_claiming: Whether no other session may take this model's modules.
     """
 
     def __init__(self, model: torch.nn.Module, options: SessionOptions) -> None:
@@ -101,7 +100,7 @@ class ReloadSession:
         self._prepared: ReloadReport | None = None
         self._python_state: PythonState | None = None
         self._is_open = False
-        self.is_claiming = False
+        self._claimed: frozenset[int] = frozenset()
 
     @property
     def is_open(self) -> bool:
@@ -226,16 +225,14 @@ class ReloadSession:
     def open(self) -> None:
         """Plans and prepares; `start_reload` calls it. Nothing has changed if it raises."""
         options = self._options
-        with self._timed("plan"):
-            with standing_still(self.model):
-                modules = modules_of(self.model)
-                self._claim(modules)
-                self._live = LiveTensors(self.model)
+        with self._timed("plan"), standing_still(self.model):
+            modules = modules_of(self.model)
+            self._claim(modules)
+            self._live = LiveTensors(self.model)
             refuse_unready(modules, (live.slot for live in self._live.by_path.values()))  # before any byte is read
             if options.manifest is not None:
                 self.plan = self._plan(options.manifest, self.scope)
-            with standing_still(self.model):
-                self._prepare(modules)
+            self._prepare(modules)
         self._was = self._state.status
         was_gated = bool(self._state.gate)  # a torn model refuses already
         try:
@@ -253,24 +250,27 @@ class ReloadSession:
         with _claims_lock:
             taken = [
                 path or type(module).__name__
-                for path, module in modules.items()
-                if (claim := _claims.get(module)) is not None
-                and (owner := claim()) not in (None, self)
-                and owner.is_claiming
+                for other in _claiming
+                for path, module in (modules.items() if other is not self else ())
+                if id(module) in other._claimed  # alive, since the other session's model is
             ]
             if taken:
                 raise ReloadError(
                     f"{shown(taken)} belong to another model too, which has a reload session open; finish or abort "
                     "that one first"
                 )
-            self.is_claiming = True
-            _claims.update(dict.fromkeys(modules.values(), weakref.ref(self)))
+            self._claimed = frozenset(map(id, modules.values()))
+            _claiming.add(self)
+
+    def release_claim(self) -> None:
+        """Lets sessions of other models take this model's modules."""
+        with _claims_lock:
+            _claiming.discard(self)
 
     def _prepare(self, modules: Mapping[str, torch.nn.Module]) -> None:
         """Makes what the session works with; looks at the model and changes nothing on it."""
         options = self._options
-        hooks = hooks_in_order(modules.items(), self._state.hooks)
-        self._modes = module_modes(self.model, self.mode, modules)
+        hooks, self._modes = line_up(self.model, self.mode)
         parameters = staged_parameters(self.model, modules, self._modes)
         self._units = build_units(modules, self._modes, hooks, parameters, self._state.reach)
         self._journal = Journal(options.rollback)
@@ -449,7 +449,7 @@ class ReloadSession:
 
     def _close(self, status: Status) -> None:
         self._is_open = False
-        self.is_claiming = False
+        self.release_claim()
         self._intake.close()
         self._journal.close()
         self._python_state = None
