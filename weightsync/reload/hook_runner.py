@@ -11,7 +11,7 @@ the last step nothing live has changed, unless a hook wrote a live tensor in pla
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -248,6 +248,10 @@ class HookRunner:
         """
         state = state_of(self.model)
         needs_world = any(not declares_direct(hook.module) for hook in hooks)
+        is_whole = paths is None and self._partial is None
+        if is_whole and not needs_world and not stagings and not self._world.flag_holders():
+            self._run_freely(hooks)
+            return
         if needs_world:
             self._world.show_flags()
         swap = self._swap(below, stagings, Trial("known")) if needs_world else Swap([])
@@ -281,6 +285,15 @@ class HookRunner:
             state.known.add(hook.name)
             if own is not None:
                 state.reach.setdefault(hook.name, frozenset())
+        self.ran.extend(hook.name for hook in hooks if self._guards.has_run(hook))
+
+    def _run_freely(self, hooks: Sequence[Hook]) -> None:
+        """Runs hooks that may all run over their own results, over the whole live model."""
+        is_watched = self.journal.is_on or not self.wrote_live
+        with self.loading(), self.journaled() if is_watched else nullcontext():
+            self._run_each(hooks, self._refreshes)
+        settle(self.model, self.live.by_path, self.write)
+        state_of(self.model).known.update(hook.name for hook in hooks)
         self.ran.extend(hook.name for hook in hooks if self._guards.has_run(hook))
 
     def _first_trial(self, swaps: Sequence[Swap], below: Collection[str], stagings: Sequence[Staging]) -> Trial:
@@ -338,8 +351,8 @@ class HookRunner:
             if own is not None:
                 self._look_abroad(own, log, assigned, undo)
             self._refuse_processed_twice(unsent, log)
-            if trial.shows != "known" or paths is None:
-                self._judge(trial, log, self._slots(paths), [*swaps, outer], assigned, is_whole=paths is None)
+            if trial.shows != "known":
+                self._judge(trial, log, paths, [*swaps, outer], assigned)
 
             def is_new_value(path: str, tensor: torch.Tensor) -> bool:
                 start = starts.get(path)
@@ -390,18 +403,21 @@ class HookRunner:
         """Runs the hooks under observation; returns the names that they assigned, by `id` of the holder."""
         holders = [hook.module for hook in hooks] + [holder for swap in swaps for holder in swap.changed_holders()]
         holders += self._world.flag_holders()
-        dtype = activation_dtype(self.model)
         with self.loading(), log, assignments(holders) as assigned:
-            self._guards.allow(hooks)
-            for hook in hooks:
-                try:
-                    self._guards.run(hook, dtype)
-                except Exception as error:
-                    error.add_note(f"raised by {hook.name} during a reload")
-                    raise
-            for refresh in refreshes:
-                refresh()
+            self._run_each(hooks, refreshes)
         return assigned
+
+    def _run_each(self, hooks: Sequence[Hook], refreshes: Iterable[Callable[[], object]]) -> None:
+        dtype = activation_dtype(self.model)
+        self._guards.allow(hooks)
+        for hook in hooks:
+            try:
+                self._guards.run(hook, dtype)
+            except Exception as error:
+                error.add_note(f"raised by {hook.name} during a reload")
+                raise
+        for refresh in refreshes:
+            refresh()
 
     def _unsent(self, made: Mapping[str, torch.Tensor]) -> dict[str, Unsent]:
         """Parameters of which not all is loaded, as they stand before the hooks."""
@@ -441,26 +457,21 @@ class HookRunner:
         self,
         trial: Trial,
         log: TensorLog,
-        slots: Sequence[Slot],
+        paths: Iterable[str] | None,
         swaps: Sequence[Swap],
         assigned: Mapping[int, set[str]],
-        *,
-        is_whole: bool,
     ) -> None:
         """Raises `Again` if the hooks have to see other values; see `trial.judge`."""
         state, live = state_of(self.model), self.live.by_path
-        places = self._world.places if log.read or trial.suspects else {}
         far: set[str] = set()
-        if (
-            is_whole and trial.shows != "recorded"
-        ):  # hooks of one unit that change something elsewhere wait for this run
-            now = {slot.path: slot.tensor for slot in slots}
+        if paths is None and trial.shows != "recorded" and log.read:
+            # hooks of one unit that change something elsewhere wait for this run
             shown_here = {path for swap in swaps for path in [*swap.kept(), *swap.made()]}
-            far = {
-                path
-                for path in (log.read & places.keys()) - shown_here - self.loaded - state.harmless
-                if path in log.read_then_written or is_moved(live[path], now.get(path))
-            }
+            far = (log.read & self._world.places.keys()) - shown_here - self.loaded - state.harmless
+        slots = self._slots(paths) if far or trial.is_open else []
+        if far:
+            now = {slot.path: slot.tensor for slot in slots}
+            far = {path for path in far if path in log.read_then_written or is_moved(live[path], now.get(path))}
         suspects = trial.suspects | far
         lost = {path for path in suspects if not self._world.keeps_start(path)}
         needs_outcome = (
@@ -468,10 +479,10 @@ class HookRunner:
             or trial.candidates
             or any(live[path].alias.numel() == 1 for path in suspects & log.read)
         )
-        stored = {name for hook in self.hooks if self._guards.has_run(hook) for name in names_set_by(hook)}
-        touched = frozenset(path for swap in swaps for path in swap.touched(assigned)) | {
-            path for path in trial.flags if path.rpartition(".")[2] in stored
-        }
+        touched = frozenset(path for swap in swaps for path in swap.touched(assigned))
+        if trial.flags:
+            stored = {name for hook in self.hooks if self._guards.has_run(hook) for name in names_set_by(hook)}
+            touched |= {path for path in trial.flags if path.rpartition(".")[2] in stored}
         outcome = outcome_of(log, slots, live, swaps[:-1]) if needs_outcome else {}  # the last shows candidates
         judge(replace(trial, suspects=suspects), Run(log, slots, touched, outcome), state, live, lost)
 

@@ -54,8 +54,7 @@ class ModelState:
         reach: By name of a module-stage hook that ran: modules that it looked into, outside its own and those below.
         reads: The same, of those whose tensors it looked at.
         known: Names of hooks that ran and were looked at.
-        kept: Results that follow from the model's Python state, by key; see unchanged.py.
-        kept_for: That state.
+        kept: Results that follow from the model's Python state; see unchanged.py.
         torn_by: What tore the model, for messages.
         gate: Handles of the forward pre-hook that refuses to serve.
     """
@@ -78,7 +77,6 @@ class ModelState:
     reads: dict[str, frozenset[str]] = field(default_factory=dict)
     known: set[str] = field(default_factory=set)
     kept: dict[Hashable, Any] = field(default_factory=dict)
-    kept_for: tuple[Any, ...] = ()
     torn_by: str = ""
     gate: list[Any] = field(default_factory=list)
 

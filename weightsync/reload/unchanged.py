@@ -19,7 +19,7 @@ from weightsync.reachable import python_state, visit
 from weightsync.reload.post_load import HOOK
 from weightsync.reload.state import state_of
 
-_NUM_KEPT = 8
+_NUM_KEPT = 16  # two modes and the numbers, as the model serves and as it is in a session
 _OF_CLASSES = (HOOK, "supports_direct_reload", "load_weights", "create_weights")
 _T = TypeVar("_T")
 
@@ -36,16 +36,14 @@ def while_unchanged(model: torch.nn.Module, key: Hashable, make: Callable[[], _T
     if python is None:  # something hangs on it whose inside cannot be seen
         return make()
     state = state_of(model)
-    now = (python, id(state.records), id(state.hooks), _facts_of_classes(model))
-    if state.kept_for != now:
-        state.kept_for = now
-        state.kept.clear()
-    if key not in state.kept:
-        if len(state.kept) >= _NUM_KEPT:
-            state.kept.clear()
-        state.kept[key] = make()
-    found: _T = state.kept[key]
-    return found
+    now = (key, python, id(state.records), id(state.hooks), _facts_of_classes(model))
+    if now not in state.kept:
+        found = make()
+        while len(state.kept) >= _NUM_KEPT:
+            del state.kept[next(iter(state.kept))]
+        state.kept[now] = found
+    kept: _T = state.kept[now]
+    return kept
 
 
 def _facts_of_classes(model: torch.nn.Module) -> tuple[Any, ...]:
