@@ -110,7 +110,7 @@ class ArrivalTracker:
         self.fresh_weights |= weights
         self.fresh_scales |= scales
 
-    def check(self, layer: str, expert_ids: Sequence[int] | None = None) -> list[Key]:
+    def check(self, layer: str, expert_ids: Sequence[int] | None = None) -> Sequence[Key]:
         """The shards to requantise now, in key order; changes nothing.
 
         Args:
@@ -118,7 +118,7 @@ class ArrivalTracker:
             expert_ids: Logical expert of each local slot, for the message.
 
         Returns:
-            Keys whose weight and scale are both fresh. Empty after a finish without new data.
+            Keys whose weight and scale are both fresh, `keys` itself if all are. Empty after a finish without new data.
 
         Raises:
             ArrivalError: A shard has one part without the other, or the layer was never finished and a shard has
@@ -128,7 +128,7 @@ class ArrivalTracker:
             return []
         keys = self.keys
         if self.fresh_weights == self.fresh_scales == (1 << len(keys)) - 1:
-            return list(keys)
+            return keys
         missing: list[tuple[Key, str]] = []
         fresh: list[Key] = []
         for index, key in enumerate(keys):

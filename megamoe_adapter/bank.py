@@ -197,7 +197,11 @@ class Bank:
         stacks = []
         whole = len(shards) == len(SHARDS) * self.num_slots
         for gated in (True, False):
-            part = _every_shard(self.num_slots, gated) if whole else tuple(s for s in shards if (s[1] != "w2") == gated)
+            if whole:
+                part, halves = _every_shard(self.num_slots, gated)
+            else:
+                part = tuple(shard for shard in shards if (shard[1] != "w2") == gated)
+                halves = _halves_of(part)
             if not part:
                 continue
             weight, block_scale = (self._as_it_is(module, kind, gated) for kind in ("weight", "weight_scale_inv"))
@@ -205,9 +209,7 @@ class Bank:
                 scale = self._as_it_is(module, "weight_scale", gated)
             else:
                 scale = _no_scale(self.num_slots, weight.shape[1], weight.shape[2] // layout.BLOCK)
-            stacks.append(
-                StagedShards(weight, block_scale, scale, _halves_of(part), functools.partial(_labels, name, part))
-            )
+            stacks.append(StagedShards(weight, block_scale, scale, halves, functools.partial(_labels, name, part)))
         return stacks
 
     def _as_it_is(self, module: nn.Module, kind: str, gated: bool) -> torch.Tensor:
@@ -349,11 +351,11 @@ def _shared(fmt: str, source: str, hidden: int, intermediate: int) -> Bank:
 
 
 @functools.lru_cache(maxsize=256)
-def _every_shard(num_slots: int, gated: bool) -> tuple[tuple[int, str], ...]:
-    return tuple((slot, shard) for slot in range(num_slots) for shard in SHARDS if (shard != "w2") == gated)
+def _every_shard(num_slots: int, gated: bool) -> tuple[tuple[tuple[int, str], ...], tuple[tuple[int, int | None], ...]]:
+    shards = tuple((slot, shard) for slot in range(num_slots) for shard in SHARDS if (shard != "w2") == gated)
+    return shards, _halves_of(shards)
 
 
-@functools.lru_cache(maxsize=256)
 def _halves_of(shards: tuple[tuple[int, str], ...]) -> tuple[tuple[int, int | None], ...]:
     return tuple((slot, layout.HALF_OF_SHARD.get(shard)) for slot, shard in shards)
 

@@ -144,7 +144,7 @@ class _Judgement:
         of_requantised = [flags.take(_count(part.requantised)) for part in self._parts]
         flags.take(1 if self._requantised else 0)
         of_kept = [flags.take(_count(part.kept)) for part in self._parts]
-        flags.take(1 if self._kept else 0)
+        is_kept_bad = any(flags.take(1 if self._kept else 0))
         of_others = [[any(flags.take(1)) for _ in part.others] for part in self._parts]
         of_scalars = [flags.take(2 if part.layer.globals is not None else 0) for part in self._parts]
         for part, requantised, kept, others, scalars in zip(
@@ -152,7 +152,8 @@ class _Judgement:
         ):
             layer = part.layer
             with errors.noted():
-                refuse_block_fp8(part.kept, kept, layer.prefix)
+                if is_kept_bad:
+                    refuse_block_fp8(part.kept, kept, layer.prefix)
                 for (bank, shards), is_bad in zip(part.others, others, strict=True):
                     if is_bad:
                         refuse_unsound(bank, layer, shards, name=layer.shard_name(bank), layer=layer.prefix)

@@ -102,7 +102,7 @@ class MegaMoEWeights(nn.Module):
             )
         )
         # Keyed by the calls: a model walked for its tensors is not searched through the keys of a dict.
-        self._replayed: dict[tuple[tuple[str, str, int], ...], Arrived] = {}
+        self._replayed: tuple[Sequence[tuple[str, str, int]], Arrived] = ((), Arrived())
         self._create_parameters(device)
 
     @property
@@ -193,14 +193,14 @@ class MegaMoEWeights(nn.Module):
             ValueError: A name or shard that `weight_loader` would refuse.
         """
         calls = tuple(calls)
-        if next(iter(self._replayed), None) is not calls:
+        if self._replayed[0] is not calls:
             arrived = Arrived()
             for name, shard_id, expert_id in calls:
                 found = self._classify(name, shard_id)
                 if found is not None:
                     arrived |= self._arrived(*found, shard_id, expert_id)
-            self._replayed = {calls: arrived}
-        self._mark(self._replayed[calls])
+            self._replayed = calls, arrived
+        self._mark(self._replayed[1])
 
     def discard_arrivals(self) -> None:
         """Forgets what arrived since the last finish, for a caller that has put the old bytes back."""
@@ -230,7 +230,7 @@ class MegaMoEWeights(nn.Module):
             ValueError: Wrong length, an unknown expert, or an expert without a slot.
         """
         self.placement = self.placement.moved(physical_to_logical)
-        self._replayed = {}
+        self._replayed = (), Arrived()
         # Scalars that no finish has judged yet are left to the finish that judges them.
         if self.globals is not None and not self.is_unfinished:
             self.globals.derive(self, self.placement.logical_of_slot)
@@ -375,7 +375,7 @@ class MegaMoEWeights(nn.Module):
         if self.globals is not None:
             self.globals.fresh |= arrived.globals
 
-    def check_arrivals(self) -> list[Key]:
+    def check_arrivals(self) -> Sequence[Key]:
         """The shards that finish has to judge; changes nothing. For finish.py, like the three that follow.
 
         Raises:
@@ -393,7 +393,11 @@ class MegaMoEWeights(nn.Module):
 
     def fresh_by_bank(self, fresh: Sequence[Key]) -> list[tuple[Bank, tuple[tuple[int, str], ...]]]:
         """(bank, its fresh shards) of every bank that has some."""
-        routed, shared = _by_bank(tuple(fresh))
+        everything = self.arrivals.keys
+        if fresh is everything:
+            routed, shared = _all_by_bank(self.arrivals.num_slots, self.arrivals.shared)
+        else:
+            routed, shared = _by_bank(tuple(fresh))
         return [(bank, shards) for bank, shards in ((self.bank, routed), (self.shared_bank, shared)) if bank and shards]
 
     def shard_name(self, bank: Bank) -> Callable[[int, str], str]:
@@ -438,6 +442,10 @@ class MegaMoEWeights(nn.Module):
 
 
 @functools.lru_cache(maxsize=64)  # most loads bring every shard
+def _all_by_bank(num_slots: int, shared: bool) -> tuple[tuple[tuple[int, str], ...], tuple[tuple[int, str], ...]]:
+    return _by_bank(ArrivalTracker(num_slots, shared=shared).keys)
+
+
 def _by_bank(fresh: tuple[Key, ...]) -> tuple[tuple[tuple[int, str], ...], tuple[tuple[int, str], ...]]:
     """(slot, shard) of the routed experts, and of the shared expert, whose only slot is 0."""
     routed = tuple((slot, shard) for slot, shard in fresh if isinstance(slot, int))
