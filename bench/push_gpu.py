@@ -12,10 +12,12 @@ moved. The floor is measured in the same run: one copy of the bytes (CUDA IPC), 
 from __future__ import annotations
 
 import argparse
+import cProfile
 import datetime
 import gc
 import json
 import os
+import pstats
 import sys
 import time
 import traceback
@@ -83,7 +85,8 @@ def trainer(device: str, sizes: Sizes, orders: Any, answers: Any) -> None:
                 start = time.perf_counter()
                 report = client.push(version=value)
                 seconds = time.perf_counter() - start
-                answers.put((seconds, report.seconds, report.transport, report.reason, report.copied_bytes))
+                stages = report.seconds | report.ranks[0]["targets"]["model"]["seconds"]
+                answers.put((seconds, stages, report.transport, report.reason, report.copied_bytes))
             elif verb == "split push" and client is not None:
                 version, scales_first = value
                 scales = [name for name in weights if name.endswith("scale_inv")]
@@ -179,6 +182,9 @@ def timed_case(
     model.cold_load(checkpoint(sizes, 1, device))
     torch.cuda.synchronize(device)
     receiver = Receiver(model)
+    profile = cProfile.Profile()
+    if args.profile:
+        receiver.call = lambda *arguments: profile.runcall(Receiver.call, receiver, *arguments)  # type: ignore[method-assign]
     with BackgroundServer(receiver) as server:
         link.ask("connect", {"url": server.url, "transport": args.transport, "mode": mode, "deadline_seconds": 120.0})
         link.ask("weights", 2)
@@ -187,7 +193,10 @@ def timed_case(
         torch.cuda.reset_peak_memory_stats(device)
         first = link.ask("push", 1)[0]
         link.ask("push", 2)
+        profile.clear()
         timed = [link.ask("push", 3 + k) for k in range(NUM_TIMED)]
+        if args.profile:
+            pstats.Stats(profile).sort_stats("tottime").print_stats(45)
         link.ask("weights", 3)
         link.ask("split push", (50, True))
         extra = torch.cuda.max_memory_allocated(device) - base
@@ -232,6 +241,7 @@ def main() -> None:
     parser.add_argument("--modes", nargs="+", default=["direct", "layerwise"])
     parser.add_argument("--peer", default="")
     parser.add_argument("--peer-seconds", type=float, default=None)
+    parser.add_argument("--profile", action="store_true", help="print where the engine's time goes; times are larger")
     parser.add_argument("--record", action="store_true")
     for field, default in asdict(Sizes()).items():
         parser.add_argument(f"--{field.replace('_', '-')}", type=int, default=default)

@@ -11,7 +11,7 @@ the last step nothing live has changed, unless a hook wrote a live tensor in pla
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from weightsync.errors import LayoutError, ReloadError, shown
-from weightsync.reachable import Slot, walk, walk_module
+from weightsync.reachable import Slot, standing_still, walk, walk_module
 from weightsync.reload.audit import LiveSlot, LiveTensors
 from weightsync.reload.journal import Journal
 from weightsync.reload.layerwise import Staging
@@ -52,6 +52,7 @@ class HookRunner:
         wrote_live: Whether any live byte was changed.
         ran: Names of hooks that ran.
         coming: Paths that the session loads, once all are known; None before.
+        still: Holds the model still (`standing_still`) from the last hook on where nothing had to be settled.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class HookRunner:
         self.wrote_live = False
         self.ran: list[str] = []
         self.coming: Collection[str] | None = None
+        self.still = ExitStack()
         self._guards = guards
         self._partial = partial
         self._world = World(model, modules)
@@ -249,7 +251,7 @@ class HookRunner:
         state = state_of(self.model)
         needs_world = any(not declares_direct(hook.module) for hook in hooks)
         is_whole = paths is None and self._partial is None
-        if is_whole and not needs_world and not stagings and not self._world.flag_holders():
+        if is_whole and not needs_world and not stagings and not self._world.flag_holders() and not self._world.hidden:
             self._run_freely(hooks)
             return
         if needs_world:
@@ -292,7 +294,9 @@ class HookRunner:
         is_watched = self.journal.is_on or not self.wrote_live
         with self.loading(), self.journaled() if is_watched else nullcontext():
             self._run_each(hooks, self._refreshes)
-        settle(self.model, self.live.by_path, self.write)
+        self.still.enter_context(standing_still(self.model))
+        if settle(self.model, self.live.by_path, self.write).copied:
+            self.still.close()
         state_of(self.model).known.update(hook.name for hook in hooks)
         self.ran.extend(hook.name for hook in hooks if self._guards.has_run(hook))
 

@@ -178,7 +178,7 @@ class ReloadSession:
                 f"aborted and the model is {self._state.status}; start again"
             ) from failure
         try:
-            with self._runner.loading():
+            with self._runner.loading(), self._runner.still:
                 self._prepared = self._finish()
         except BaseException as error:
             self._give_up(error)
