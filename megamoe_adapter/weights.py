@@ -102,7 +102,7 @@ class MegaMoEWeights(nn.Module):
             )
         )
         # Keyed by the calls: a model walked for its tensors is not searched through the keys of a dict.
-        self._replayed: tuple[Sequence[tuple[str, str, int]], Arrived] = ((), Arrived())
+        self._replayed: dict[tuple[tuple[str, str, int], ...], Arrived] = {}  # a key, since no reload walks over keys
         self._create_parameters(device)
 
     @property
@@ -193,14 +193,14 @@ class MegaMoEWeights(nn.Module):
             ValueError: A name or shard that `weight_loader` would refuse.
         """
         calls = tuple(calls)
-        if self._replayed[0] is not calls:
+        if next(iter(self._replayed), None) is not calls:
             arrived = Arrived()
             for name, shard_id, expert_id in calls:
                 found = self._classify(name, shard_id)
                 if found is not None:
                     arrived |= self._arrived(*found, shard_id, expert_id)
-            self._replayed = calls, arrived
-        self._mark(self._replayed[1])
+            self._replayed = {calls: arrived}
+        self._mark(next(iter(self._replayed.values())))  # not looked up: the hash of all calls takes its time
 
     def discard_arrivals(self) -> None:
         """Forgets what arrived since the last finish, for a caller that has put the old bytes back."""
@@ -230,7 +230,7 @@ class MegaMoEWeights(nn.Module):
             ValueError: Wrong length, an unknown expert, or an expert without a slot.
         """
         self.placement = self.placement.moved(physical_to_logical)
-        self._replayed = (), Arrived()
+        self._replayed = {}
         # Scalars that no finish has judged yet are left to the finish that judges them.
         if self.globals is not None and not self.is_unfinished:
             self.globals.derive(self, self.placement.logical_of_slot)
