@@ -8,6 +8,10 @@
     abort_weight_update          Abort      ----------> from any point: old bytes, or `torn`
     shutdown_weight_transfer_engine Shutdown ---------> the connection and the session end
 
+Where nothing new has to be connected, start, one update and finish are one call, `push_weights`. Its body may come in
+two parts, `InParts`: the engine opens its session while the trainer still looks at its tensors, and reads none of
+them before the second part has come.
+
 A message is a frozen dataclass. `encode` gives plain JSON values; `decode` checks every field's presence and type and
 refuses what it does not know, so a wrong body is a `ProtocolError` that names the field. Nothing is ever unpickled.
 
@@ -22,7 +26,7 @@ import dataclasses
 import traceback
 import types
 import typing
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Protocol, TypeVar
@@ -36,6 +40,9 @@ INIT, START, UPDATE = "init_weight_transfer_engine", "start_weight_update", "upd
 FINISH, ABORT, SHUTDOWN = "finish_weight_update", "abort_weight_update", "shutdown_weight_transfer_engine"
 PUSH = "push_weights"  # start, one update and finish in one call, where nothing new has to be connected
 SENT = "sent"  # when a trainer on this host made an update, finish or push call: seconds of the monotonic clock
+WITHDRAWN = "withdrawn"  # why a trainer takes back a push that it began: nothing of it was read, the session goes on
+TAKES_PARTS = "takes_parts"  # in a server's answer to a handshake: a push may come in two parts
+HEAD_BYTES = "weightsync-head-bytes"  # HTTP header: length of the first part of a body that comes in two parts
 INFO, CHECKER = "weight_info", "weight_checker"
 PAUSE, RESUME, IS_PAUSED, HEALTH = "pause", "resume", "is_paused", "health"
 ROUTES = (INIT, START, UPDATE, FINISH, PUSH, ABORT, SHUTDOWN, INFO, CHECKER, PAUSE, RESUME, IS_PAUSED, HEALTH)
@@ -46,6 +53,19 @@ ENVELOPES = {INIT: "init_info", START: "start_info", UPDATE: "update_info"}
 
 Json = dict[str, Any]
 T = TypeVar("T")
+
+
+class InParts(Json):
+    """A body of which the trainer has said the first part alone.
+
+    Attributes:
+        rest: Waits for the other part, at most the given number of seconds, and gives it with the time of its arrival
+            by the monotonic clock. Raises a TransportError if it does not come.
+    """
+
+    def __init__(self, head: Json, rest: Callable[[float], tuple[Json, float]]) -> None:
+        super().__init__(head)
+        self.rest = rest
 
 
 class Endpoint(Protocol):

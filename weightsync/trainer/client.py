@@ -31,7 +31,7 @@ from weightsync.control import Abort, Accept, Endpoint, Json, Start, Update
 from weightsync.errors import ProtocolError, ReloadError, TransportError
 from weightsync.garbage import collection_paused
 from weightsync.trainer.handshake import Agreement, HandshakeOptions, shake_hands
-from weightsync.trainer.http import HttpEndpoint
+from weightsync.trainer.http import BegunCall, HttpEndpoint
 from weightsync.trainer.open_push import Call, OpenPush
 from weightsync.trainer.report import PushReport
 from weightsync.trainer.sources import NamedSource, WeightSource, sources_by_target
@@ -154,30 +154,72 @@ class TrainerClient:
         if self._push is not None:
             raise ReloadError("a push is open already; finish or abort it first")
         begin = time.perf_counter()
-        agreement = self._agreed()
+        begun = self._begin_ahead(version) if is_whole else None
+        agreement = self._agreement if begun is not None else None
+        if agreement is None:
+            agreement = self._agreed()
         shaken = time.perf_counter()
-        if version is None:
-            version = max((a.version for a in agreement.accepts if a.version is not None), default=0) + 1
-        total = sum(feed.wanted_bytes for feed in agreement.feeds.values())
         self._push = OpenPush(
-            version, total, {"handshake": shaken - begin, "start": 0.0, "transfer": 0.0, "finish": 0.0}
+            _next_version(agreement) if version is None else version,
+            sum(feed.wanted_bytes for feed in agreement.feeds.values()),
+            {"handshake": shaken - begin, "start": 0.0, "transfer": 0.0, "finish": 0.0},
+            begun=begun,
         )
+        if begun is not None:
+            return
         try:
             self._start(agreement, self._push, is_whole)
         except BaseException as error:
             raise self._failed(error) from error.__cause__
         self._push.seconds["start"] = time.perf_counter() - shaken
 
+    def _begin_ahead(self, version: int | None) -> BegunCall | None:
+        """Lets the engine open its session while this side looks whether anything is other than in the last push.
+
+        Returns:
+            The call that does the whole push, to be ended with its update; None if nothing was begun, or if it was
+            withdrawn since something changed: then the push takes the long way. The engine reads nothing either way.
+        """
+        agreement, endpoint = self._agreement, self._owned[0]
+        if agreement is None or not agreement.is_steady or not agreement.takes_parts or self._told is not None:
+            return None
+        if not isinstance(endpoint, HttpEndpoint) or not self._is_one_post(agreement):
+            return None
+        agreement.sender.fence()  # the engine's session must not be open while a training step still runs
+        start = Start(
+            agreement.session_id,
+            _next_version(agreement) if version is None else version,
+            agreement.generation,
+            None,
+            agreement.per_rank({}),
+        )
+        head = {"start_info": control.encode(start), "weight_version": start.version}
+        begun = None
+        try:
+            begun = endpoint.begin(control.PUSH, head, self._deadline_seconds)
+            if self._holds(agreement, self._sources) and agreement.sender.refresh()[0] == agreement.generation:
+                return begun
+            agreement.is_steady = False
+            begun.end({control.WITHDRAWN: "the trainer's tensors changed"}, self._deadline_seconds + _ANSWER_SECONDS)
+        except BaseException as error:
+            if begun is not None:
+                begun.cut()
+            raise self._failed(error) from error.__cause__
+        return None
+
+    @staticmethod
+    def _is_one_post(agreement: Agreement) -> bool:
+        """Whether one call can do the whole push. Several ranks must not: all prepare before any of them publishes."""
+        return len(agreement.accepts) == 1 and agreement.sender.is_one_post(*agreement.feeds)
+
     def _start(self, agreement: Agreement, push: OpenPush, is_whole: bool) -> None:
         generation, offer, own = agreement.sender.refresh()
         new = generation != agreement.generation
-        per_rank = {
-            accept.key: {"plans": agreement.plans[index], "offer": own.get(index, {}) if new else {}}
-            for index, accept in enumerate(agreement.accepts)
-        }
+        agreement.is_steady = not new
+        per_rank = agreement.per_rank(own if new else {})
         start = Start(agreement.session_id, push.version, generation, offer if new else None, per_rank)
         body = {"start_info": control.encode(start)}
-        if not new and is_whole and len(agreement.accepts) == 1 and agreement.sender.is_one_post(*agreement.feeds):
+        if not new and is_whole and self._is_one_post(agreement):
             push.around = body | {"weight_version": push.version}
             return
         if not new:
@@ -223,12 +265,14 @@ class TrainerClient:
         def post(data: Json, per_rank: Mapping[int, Json], num_waits: int = 1) -> Call:
             own = {agreement.accepts[index].key: part for index, part in per_rank.items()}
             update = Update(agreement.session_id, target, listed, data, own)
-            body = {"update_info": control.encode(update), control.SENT: time.monotonic()} | push.around
+            body = {"update_info": control.encode(update), control.SENT: time.monotonic()}
             seconds = self._deadline_seconds * num_waits + _ANSWER_SECONDS
-            route = control.PUSH if push.around else control.UPDATE
-            call = push.last = Call(
-                in_thread(self._group.call, route, body, seconds), self._deadline_seconds + _ANSWER_SECONDS
-            )
+            if push.begun is not None:
+                calling = in_thread(push.begun.end, body, seconds)
+            else:
+                route = control.PUSH if push.around else control.UPDATE
+                calling = in_thread(self._group.call, route, body | push.around, seconds)
+            call = push.last = Call(calling, self._deadline_seconds + _ANSWER_SECONDS)
             push.calls.append(call)
             return call
 
@@ -265,7 +309,7 @@ class TrainerClient:
             control.SENT: time.monotonic(),
         }
         try:
-            if push.around and push.last is not None:
+            if (push.around or push.begun) and push.last is not None:
                 answer = push.last.answer()
             else:
                 answer = self._group.call(control.FINISH, body, self._deadline_seconds + _ANSWER_SECONDS)
@@ -342,6 +386,8 @@ class TrainerClient:
         return min(_EXPLAIN_SECONDS, self._deadline_seconds)
 
     def _tear_down(self, reason: str, route: str = control.ABORT) -> None:
+        if self._push is not None and self._push.begun is not None:
+            self._push.begun.cut()
         agreement, self._agreement, self._push = self._agreement, None, None
         if agreement is not None:
             agreement.sender.close()
@@ -353,12 +399,9 @@ class TrainerClient:
         sources = self._sources
         if self._told is not None:
             sources = {target: NamedSource(source, self._told) for target, source in sources.items()}
-        metadata = {target: source.metadata for target, source in sources.items()}
-        agreement = self._agreement
-        if agreement is not None:
-            kept = agreement.metadata
-            if all(kept[target] is rows or kept[target] == rows for target, rows in metadata.items()):
-                return agreement
+        if self._agreement is not None:
+            if self._holds(self._agreement, sources):
+                return self._agreement
             self._tear_down("the trainer's tensors changed")
         session_id = secrets.token_hex(8)
         try:
@@ -367,6 +410,17 @@ class TrainerClient:
             self._group.abort(Abort(session_id, f"the handshake failed: {error}"))
             raise
         return self._agreement
+
+    @staticmethod
+    def _holds(agreement: Agreement, sources: Mapping[str, WeightSource]) -> bool:
+        """Whether the sources declare what the handshake was about."""
+        metadata = {target: source.metadata for target, source in sources.items()}
+        kept = agreement.metadata
+        return all(kept[target] is rows or kept[target] == rows for target, rows in metadata.items())
+
+
+def _next_version(agreement: Agreement) -> int:
+    return max((accept.version for accept in agreement.accepts if accept.version is not None), default=0) + 1
 
 
 def _with_version(accept: Accept, version: int) -> Accept:

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 import torch
 
 from weightsync import control
-from weightsync.control import Accept, Facts, Hello, TargetAccept
+from weightsync.control import Accept, Facts, Hello, Json, TargetAccept
 from weightsync.errors import CoverageError, ManifestError, ProtocolError
 from weightsync.manifest import Manifest, ParamMeta, dtype_name
 from weightsync.trainer.sources import WeightSource
@@ -69,7 +69,9 @@ class Agreement:
         interpreted: Target -> number of names that run through the model's own loader.
         sender: The transport's half here.
         reason: Why this transport.
+        takes_parts: Whether the engine takes a push in two parts.
         generation: Names the offer that is connected.
+        is_steady: Whether the last push found it connected already: the next one will too, most likely.
     """
 
     session_id: str
@@ -80,7 +82,16 @@ class Agreement:
     interpreted: dict[str, int]
     sender: Sender
     reason: str
+    takes_parts: bool
     generation: str = ""
+    is_steady: bool = False
+
+    def per_rank(self, own: Mapping[int, Json]) -> Json:
+        """What a start call says to each rank: the plans it goes by, and its own part of a new offer."""
+        return {
+            accept.key: {"plans": self.plans[index], "offer": own.get(index, {})}
+            for index, accept in enumerate(self.accepts)
+        }
 
 
 def shake_hands(
@@ -139,7 +150,8 @@ def shake_hands(
     )
     plans = [{target: accept.plan_hash for target, accept in row.items()} for row in targets]
     interpreted = {target: max(row[target].interpreted for row in targets) for target in manifests}
-    return Agreement(session_id, metadata, accepts, feeds, plans, interpreted, sender, reason)
+    takes_parts = answer.get(control.TAKES_PARTS) is True
+    return Agreement(session_id, metadata, accepts, feeds, plans, interpreted, sender, reason, takes_parts)
 
 
 def device_of(sources: Mapping[str, WeightSource]) -> torch.device:

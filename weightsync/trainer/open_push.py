@@ -6,6 +6,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from weightsync.control import Json
+from weightsync.trainer.http import BegunCall
 from weightsync.worker.group import result_within
 
 
@@ -21,6 +22,7 @@ class OpenPush:
         wire_bytes, copied_bytes, bytes, tensors: As in `PushReport`, so far.
         calls: Calls that were posted and not waited for.
         around: Start and version, for a single call that does the whole push; else empty.
+        begun: That call, if the engine has these already.
         last: The last call that was posted.
     """
 
@@ -34,6 +36,7 @@ class OpenPush:
     tensors: int = 0
     calls: list[Call] = field(default_factory=list)
     around: Json = field(default_factory=dict)  # start and version, for a single call that does the whole push
+    begun: BegunCall | None = None
     last: Call | None = None
 
 

@@ -18,7 +18,8 @@ class PushReport:
         copied_bytes: Bytes that had to be copied on the trainer's side first; 0 when everything was read in place.
         tensors: Number of tensors.
         seconds: Seconds per stage: `handshake` (0 when none was needed), `start`, `transfer`, `finish`; where one
-            control call does a whole push of mapped memory, all of it counts as `transfer`.
+            control call does a whole push of mapped memory, all of it counts as `transfer`, but for what the trainer
+            does itself before the engine may read: that is `handshake`, or `start`.
         transport: The transport that was used.
         reason: Why that one.
         ranks: Each rank's own report.

@@ -204,6 +204,9 @@ class Sender(ABC):
             TransportTimeout: Somebody did not come.
         """
 
+    def fence(self) -> None:  # noqa: B027  nothing to wait for where bytes are copied out
+        """Returns when all that was asked of the trainer's device is written, where its memory is read in place."""
+
     def is_one_post(self, target: str) -> bool:
         """Whether `send` of the whole target makes one control call, so that it may carry start and finish too."""
         return False

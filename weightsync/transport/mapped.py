@@ -202,6 +202,10 @@ class MappedSender(Sender):
     def connect(self, deadline_seconds: float) -> None:
         """Nothing to meet: links map on their own."""
 
+    def fence(self) -> None:
+        """See `Sender.fence`."""
+        self._exporter.fence()
+
     def is_one_post(self, target: str) -> bool:
         """See `Sender.is_one_post`."""
         part = self._selected(target, self._feeds[target], None)

@@ -38,6 +38,7 @@ def in_thread(function: Callable[..., Any], *arguments: object) -> Future[Any]:
     Threads are kept for later calls: starting one costs more than a call of a small push.
     """
     future: Future[Any] = Future()
+    future.set_running_or_notify_cancel()  # whoever awaits it may be cancelled, the call is not
     try:
         mine = _idle.pop()
     except IndexError:

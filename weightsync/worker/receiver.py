@@ -30,7 +30,7 @@ import torch
 from torch import nn
 
 from weightsync import control
-from weightsync.control import Abort, Accept, Check, Finish, Hello, Json, Start, Update
+from weightsync.control import Abort, Accept, Check, Finish, Hello, InParts, Json, Start, Update
 from weightsync.errors import ProtocolError, ReloadError, TransportError, TransportTimeout
 from weightsync.garbage import collection_paused
 from weightsync.transport.base import missing_targets
@@ -50,6 +50,9 @@ _numbers = itertools.count()
 class Receiver:
     """One rank of an engine.
 
+    Attributes:
+        takes_parts: Whether `call` takes a `control.InParts`.
+
     Args:
         targets: The model, or target name -> model. A push names its targets.
         engine: Names the engine; ranks of one engine share it. Default: unique in this process.
@@ -64,6 +67,8 @@ class Receiver:
             still be given up after the call, so the version named may never go live.
         gate_seconds: How long an update waits for running passes, and a pass for a running update.
     """
+
+    takes_parts = True
 
     def __init__(
         self,
@@ -97,11 +102,11 @@ class Receiver:
         self._timed_handlers: dict[str, Callable[[Json, float], Json]] = {
             control.UPDATE: lambda body, since: self._update(control.decode(Update, body.get("update_info")), since),
             control.FINISH: self._finish,
-            control.PUSH: self._whole_push,
         }
         self._handlers: dict[str, Callable[[Json], Json]] = {
             control.INIT: lambda body: self._init(control.decode(Hello, body.get("init_info"))),
             control.START: lambda body: self._start(control.decode(Start, body.get("start_info"))),
+            control.PUSH: self._whole_push,
             control.ABORT: lambda body: self._abort(control.decode(Abort, body)),
             control.SHUTDOWN: lambda body: self._shutdown(control.decode(Abort, body)),
             control.INFO: lambda body: self.info(),
@@ -253,94 +258,115 @@ class Receiver:
 
     def _start(self, start: Start) -> Json:
         with self._owned(start.session_id) as session, self._failing(session):
-            if self._push is not None:
-                raise ReloadError("a weight update is under way already; finish or abort it first")
-            if self._ready is not None and (reason := self._ready()):
-                raise ReloadError(f"no weight update can start now: {reason}")
-            own = start.per_rank.get(f"{self.engine}/{self.rank}")
-            if not isinstance(own, dict):
-                raise ProtocolError(f"the start call has no part for rank {self.engine}/{self.rank}")
-            session.check_plans(own)
-            self._gate.close(UPDATING, min(self._gate_seconds, session.hello.deadline_seconds))
-            hello = session.hello
-            self._push = Push(
-                self.targets,
-                session.plans,
-                hello.mode,
-                hello.scope,
-                self._rollback,
-                self._ignore,
-                start.version,
-                hello.casts,
-            )
-            if start.generation != session.generation:
-                session.connect(start, own, self.device)
-            with self._guard:
-                is_watched, session.is_watched = session.is_watched, True
-            if not is_watched:
-                in_thread(watch, session, self._watched_push, self._give_up_silent)
+            self._open(session, start)
         return {}
 
-    def _whole_push(self, body: Json, since: float) -> Json:
-        """Start, one update and finish: three calls in one, and Python runs while the GPU copies."""
-        start, update = control.decode(Start, body.get("start_info")), control.decode(Update, body.get("update_info"))
-        with collection_paused():
-            self._start(start)
-            loaded = self._update(update, since, wait=False)
-            with self._owned(start.session_id) as session, self._failing(session):
-                self._prepare(self._current(session))
-                self._wait_for_device()
-            told = body.get("weight_version")
-            return self._finish({"session_id": start.session_id, "weight_version": told}, since) | loaded
+    def _update(self, update: Update, since: float) -> Json:
+        with self._owned(update.session_id) as session, self._failing(session):
+            return self._load(session, update, since)
+
+    def _finish(self, body: Json, since: float) -> Json:
+        finish = control.decode(Finish, {key: value for key, value in body.items() if key != "weight_version"})
+        with self._owned(finish.session_id) as session, self._failing(session):
+            return self._end(session, finish.phase, body.get("weight_version"), since)
+
+    def _whole_push(self, body: Json) -> Json:
+        """Start, one update and finish in one call: Python runs while the GPU copies, and while the trainer looks."""
+        received = time.monotonic()
+        start = control.decode(Start, body.get("start_info"))
+        with collection_paused(), self._owned(start.session_id) as session, self._failing(session):
+            self._open(session, start)
+            rest = body
+            if isinstance(body, InParts):
+                rest, received = body.rest(session.hello.deadline_seconds)
+                session.refuse_cancelled()
+                if control.WITHDRAWN in rest:
+                    self._give_up(f"the trainer withdrew it: {rest[control.WITHDRAWN]!s:.200}")
+                    return {"engine": self.engine, "rank": self.rank, control.WITHDRAWN: True}
+            update = control.decode(Update, rest.get("update_info"))
+            if update.session_id != start.session_id:
+                raise ProtocolError(f"session {start.session_id} starts the push, {update.session_id} its update")
+            since = self._since(rest.get(control.SENT), received)
+            loaded = self._load(session, update, since, wait=False)
+            self._prepare(self._current(session))
+            self._wait_for_device()
+            return self._end(session, "commit", body.get("weight_version"), since) | loaded
+
+    def _open(self, session: Session, start: Start) -> None:
+        """Opens the reload; no byte is read or written."""
+        if self._push is not None:
+            raise ReloadError("a weight update is under way already; finish or abort it first")
+        if self._ready is not None and (reason := self._ready()):
+            raise ReloadError(f"no weight update can start now: {reason}")
+        own = start.per_rank.get(f"{self.engine}/{self.rank}")
+        if not isinstance(own, dict):
+            raise ProtocolError(f"the start call has no part for rank {self.engine}/{self.rank}")
+        session.check_plans(own)
+        self._gate.close(UPDATING, min(self._gate_seconds, session.hello.deadline_seconds))
+        hello = session.hello
+        self._push = Push(
+            self.targets,
+            session.plans,
+            hello.mode,
+            hello.scope,
+            self._rollback,
+            self._ignore,
+            start.version,
+            hello.casts,
+        )
+        if start.generation != session.generation:
+            session.connect(start, own, self.device)
+        with self._guard:
+            is_watched, session.is_watched = session.is_watched, True
+        if not is_watched:
+            in_thread(watch, session, self._watched_push, self._give_up_silent)
+
+    def _load(self, session: Session, update: Update, since: float, wait: bool = True) -> Json:
+        """Takes the bytes of one update."""
+        push = self._current(session)
+        if error := missing_targets([update.target], list(session.plans)):
+            raise error
+        if session.link is None:
+            raise ProtocolError("no transport is connected")
+        own = update.per_rank.get(f"{self.engine}/{self.rank}", {})
+        before = push.bytes_loaded
+        received = session.link.receive(update.target, update.names, update.data, own)
+        if session.link.keeps_buffers:
+            push.load(update.target, list(received))
+        else:
+            for bucket, buffer in received:
+                session.refuse_cancelled()
+                # gloo receives in host memory; one bucket at a time goes over to the GPU
+                push.load(update.target, [(bucket, buffer.to(self.device))])
+        if wait:
+            self._wait_for_device()
+        if session.link.keeps_buffers:
+            session.refuse_late(since)  # read in place: after the deadline the trainer may have written there
+        return {"bytes": push.bytes_loaded - before}
 
     def _wait_for_device(self) -> None:
         """Before the trainer is told that it may overwrite what was read."""
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
 
-    def _update(self, update: Update, since: float, wait: bool = True) -> Json:
-        with self._owned(update.session_id) as session, self._failing(session):
-            push = self._current(session)
-            if error := missing_targets([update.target], list(session.plans)):
-                raise error
-            if session.link is None:
-                raise ProtocolError("no transport is connected")
-            own = update.per_rank.get(f"{self.engine}/{self.rank}", {})
-            before = push.bytes_loaded
-            received = session.link.receive(update.target, update.names, update.data, own)
-            if session.link.keeps_buffers:
-                push.load(update.target, list(received))
-            else:
-                for bucket, buffer in received:
-                    session.refuse_cancelled()
-                    # gloo receives in host memory; one bucket at a time goes over to the GPU
-                    push.load(update.target, [(bucket, buffer.to(self.device))])
-            if wait:
-                self._wait_for_device()
-            if session.link.keeps_buffers:
-                session.refuse_late(since)  # read in place: after the deadline the trainer may have written there
-            return {"bytes": push.bytes_loaded - before}
-
-    def _finish(self, body: Json, since: float) -> Json:
-        finish = control.decode(Finish, {key: value for key, value in body.items() if key != "weight_version"})
-        with self._owned(finish.session_id) as session, self._failing(session):
-            push = self._current(session)
-            told = body.get("weight_version")
-            if told is not None and told != push.version:
-                raise ReloadError(f"the push was started for version {push.version}, finish says {told!r}")
-            if finish.phase not in ("commit", "prepare", "publish"):
-                raise ProtocolError(f"unknown phase {finish.phase!r}; known: commit, prepare, publish")
-            if finish.phase != "publish":
-                self._prepare(push)
-            if finish.phase == "prepare":
-                session.refuse_late(since)
-                return {"engine": self.engine, "rank": self.rank, "prepared": True}
-            with self._guard:  # a cancel mark is set under it too: before this, or after the version is live
-                session.refuse_late(since)
-                reports = push.publish()
-                self._push = None
-            self._gate.open(TORN)
-            self._gate.open(UPDATING)
+    def _end(self, session: Session, phase: str, told: object, since: float) -> Json:
+        """Finishes the push, or one phase of that."""
+        push = self._current(session)
+        if told is not None and told != push.version:
+            raise ReloadError(f"the push was started for version {push.version}, finish says {told!r}")
+        if phase not in ("commit", "prepare", "publish"):
+            raise ProtocolError(f"unknown phase {phase!r}; known: commit, prepare, publish")
+        if phase != "publish":
+            self._prepare(push)
+        if phase == "prepare":
+            session.refuse_late(since)
+            return {"engine": self.engine, "rank": self.rank, "prepared": True}
+        with self._guard:  # a cancel mark is set under it too: before this, or after the version is live
+            session.refuse_late(since)
+            reports = push.publish()
+            self._push = None
+        self._gate.open(TORN)
+        self._gate.open(UPDATING)
         return {"engine": self.engine, "rank": self.rank, "version": push.version, "targets": reports}
 
     def _prepare(self, push: Push) -> None:
@@ -406,16 +432,23 @@ class Receiver:
     def _drop(self, reason: str) -> None:
         """Forgets the session; needs the turn. Never raises for a peer that is gone."""
         session, self._session = self._session, None
-        push, self._push = self._push, None
+        if self._push is not None:
+            _log.warning("%s/%d gives up version %d: %s", self.engine, self.rank, self._push.version, reason)
         try:
-            if push is not None:
-                _log.warning("%s/%d gives up the push of version %d: %s", self.engine, self.rank, push.version, reason)
-                push.abort(reason)
+            self._give_up(reason)
         finally:
             if session is not None:
                 session.ended.set()
                 if session.link is not None:
                     session.link.close()
+
+    def _give_up(self, reason: str) -> None:
+        """Ends the push, if there is one: old bytes come back, or the model is torn and says so."""
+        push, self._push = self._push, None
+        try:
+            if push is not None:
+                push.abort(reason)
+        finally:
             if self.state == "torn":
                 self._gate.shut(TORN)
             self._gate.open(UPDATING)

@@ -7,30 +7,37 @@
 
 An error is `{"error": {"type": "CoverageError", "message": ..., "missing": [...]}}` with a status that fits; the
 client raises the same class. Bodies are `{"init_info": {...}}`, `{"start_info": {...}}`, `{"update_info": {...}}`,
-`{"weight_version": 7, ...}`. GET /metrics speaks Prometheus' text format.
+`{"weight_version": 7, ...}`. That of `push_weights` may come in two parts: a header `weightsync-head-bytes` says where
+the first one ends, in front of a comma between members of the object, and the engine acts on it at once. GET /metrics
+speaks Prometheus' text format.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import threading
 import time
+from collections.abc import AsyncIterator
+from concurrent.futures import Future
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from weightsync import control
-from weightsync.control import Endpoint, Json, error_to_json
+from weightsync.control import Endpoint, InParts, Json, error_to_json
 from weightsync.errors import (
     CoverageError,
     LayoutError,
     ManifestError,
+    PeerFailed,
     ProtocolError,
     ReloadError,
     TransportError,
     TransportTimeout,
     WeightSyncError,
 )
+from weightsync.worker.group import in_thread, result_within
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -93,28 +100,27 @@ def create_app(endpoint: Endpoint, *, metrics: bool = True) -> Starlette:
         metrics: Serve /metrics; needs prometheus_client.
     """
     from starlette.applications import Starlette
-    from starlette.concurrency import run_in_threadpool
     from starlette.requests import Request
     from starlette.responses import Response
     from starlette.routing import Route
 
     recorder = _Metrics() if metrics else None
-
-    async def read(request: Request) -> bytes:
-        raw = bytearray()
-        async for part in request.stream():
-            raw += part
-            if len(raw) > MAX_BODY_BYTES:
-                raise ProtocolError(f"the body has more than {MAX_BODY_BYTES} bytes")
-        return bytes(raw)
+    takes_parts = getattr(endpoint, "takes_parts", False)
 
     def route_for(name: str) -> Route:
         async def handle(request: Request) -> Response:
             start = time.perf_counter()
             try:
-                body = {**request.query_params, **parse_body(await read(request))}
-                value = await run_in_threadpool(endpoint.call, name, body, CALL_SECONDS)
+                body = _Body(request.stream())
+                head_bytes = request.headers.get(control.HEAD_BYTES) if name == control.PUSH else None
+                if head_bytes is not None and takes_parts:
+                    value = await _call_in_parts(endpoint, body, head_bytes)
+                else:
+                    given = {**request.query_params, **parse_body(await body.read())}
+                    value = await asyncio.wrap_future(in_thread(endpoint.call, name, given, CALL_SECONDS))
                 status, content = 200, answer_of(name, value["ranks"])
+                if takes_parts and name == control.INIT:
+                    content[control.TAKES_PARTS] = True
             except Exception as error:
                 status, content = status_of(error), {"error": error_to_json(error)}
             if recorder is not None:
@@ -133,6 +139,60 @@ def create_app(endpoint: Endpoint, *, metrics: bool = True) -> Starlette:
 
         routes.append(Route("/metrics", show, methods=["GET"]))
     return Starlette(routes=routes)
+
+
+class _Body:
+    """A request's body, as it comes."""
+
+    def __init__(self, stream: AsyncIterator[bytes]) -> None:
+        self._stream, self._raw = stream, bytearray()
+
+    async def read(self, num_bytes: int = MAX_BODY_BYTES) -> bytes:
+        """The next bytes: `num_bytes` of them, or those up to the end.
+
+        Raises:
+            ProtocolError: The body is longer than any of ours.
+            ClientDisconnect: The client hung up.
+        """
+        while len(self._raw) < num_bytes:
+            part = await anext(self._stream, None)
+            if part is None:
+                break
+            self._raw += part
+            if len(self._raw) > MAX_BODY_BYTES:
+                raise ProtocolError(f"the body has more than {MAX_BODY_BYTES} bytes")
+        raw = bytes(self._raw[:num_bytes])
+        del self._raw[:num_bytes]
+        return raw
+
+
+async def _call_in_parts(endpoint: Endpoint, body: _Body, head_bytes: str) -> Json:
+    """A whole push that the engine begins with the first part of the body.
+
+    Whatever happens, the body is read to its end before this returns: a connection that is closed with bytes unread
+    may lose the answer.
+    """
+    if not (head_bytes.isascii() and head_bytes.isdigit()):
+        raise ProtocolError(f"{control.HEAD_BYTES} must be a number of bytes, got {head_bytes!r:.80}")
+    head = parse_body(await body.read(min(int(head_bytes), MAX_BODY_BYTES)) + b"}")
+    arrival: Future[tuple[Json, float]] = Future()
+
+    def rest(seconds: float) -> tuple[Json, float]:
+        value: tuple[Json, float] = result_within(arrival, seconds, "the trainer, whose push was opened,")
+        return value
+
+    calling = asyncio.wrap_future(in_thread(endpoint.call, control.PUSH, InParts(head, rest), CALL_SECONDS))
+    try:
+        tail = (await body.read()).lstrip()
+        arrival.set_result((parse_body(b"{" + tail.removeprefix(b",")), time.monotonic()))
+    except ProtocolError as error:
+        arrival.set_exception(error)
+    except BaseException as error:
+        arrival.set_exception(PeerFailed(f"the trainer hung up in the middle of a push: {type(error).__name__}"))
+        if not isinstance(error, Exception):
+            raise
+    answer: Json = await calling
+    return answer
 
 
 class _Metrics:
