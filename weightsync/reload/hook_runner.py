@@ -23,6 +23,7 @@ from weightsync.reachable import Slot, standing_still, walk, walk_module
 from weightsync.reload.audit import LiveSlot, LiveTensors
 from weightsync.reload.journal import Journal
 from weightsync.reload.layerwise import Staging
+from weightsync.reload.logs import Logs
 from weightsync.reload.observe import Index, TensorLog, assignments, index_of
 from weightsync.reload.partial import Partial, Unsent
 from weightsync.reload.post_load import Hook, HookGuards, activation_dtype, declares_direct, names_set_by
@@ -30,7 +31,7 @@ from weightsync.reload.reconcile import carry_attributes, keep_untouched, settle
 from weightsync.reload.records import equal_bytes
 from weightsync.reload.state import state_of
 from weightsync.reload.swap import Swap
-from weightsync.reload.trial import Again, Run, Trial, Undo, Wide, is_moved, judge, outcome_of
+from weightsync.reload.trial import Again, Run, Trial, Undo, Wide, is_moved, judge
 from weightsync.reload.world import World
 
 
@@ -78,7 +79,9 @@ class HookRunner:
         self.still = ExitStack()
         self._guards = guards
         self._partial = partial
+        state_of(model).end_first_load()
         self._world = World(model, modules)
+        self._logs = Logs(hooks)
         self._assigned: dict[int, set[str]] = {}  # by `id` of the holder, over the whole session
         self._read: set[str] = set()  # live tensors that the last run read
         self._processed: set[str] = set()  # modules whose own hooks have run
@@ -156,6 +159,8 @@ class HookRunner:
             for hook in hooks:
                 state_of(self.model).reach[hook.name] = added
             return staging
+        if self._world.undecided({*below, *unit.from_record}):
+            return staging  # it may be any hook's, and shows once all of them run together
         try:
             self._run([staging], below, hooks, self.live.of_modules(paths), paths, own)
         except Wide as found:
@@ -199,6 +204,8 @@ class HookRunner:
         below = [path for path in self._world.below(hooks) if path not in left_alone]
         if hooks or stagings or interpreted or self.ran or self._refreshes:
             self._run(stagings, below, hooks, self.live.by_path, None)
+        if self._partial is None:
+            state_of(self.model).settings.has_all_others = True  # every hook was seen to run by now
         ran = {hook.path for hook in self.hooks if self._guards.has_run(hook)}
         self._world.take_back_flags(self._assigned, None if self._partial is None else ran)
 
@@ -305,13 +312,13 @@ class HookRunner:
         state = state_of(self.model)
         mine = {*below, *(path for staging in stagings for path in staging.unit.from_record)}
         outer = self._world.undecided(mine)
-        counters = {path for swap in swaps for path in swap.kept_counters} - state.settings
+        counters = {path for swap in swaps for path in swap.kept_counters if path not in state.settings}
         return Trial(
             "live",
             frozenset(self._suspects(swaps)),
             frozenset({path for swap in swaps for path in swap.flags} - state.latches),
             frozenset(counters.union(outer)),
-            frozenset(path for path, module in outer.items() if module not in mine),
+            frozenset(outer if self._partial is not None else ()),
         )
 
     def _swap(self, below: Collection[str], stagings: Sequence[Staging], trial: Trial) -> Swap:
@@ -364,8 +371,8 @@ class HookRunner:
                 return path in self.loaded or path in log.written_staged or not unchanged
 
             state = state_of(self.model)
-            names = {path for each in swaps for path in each.touched(assigned)} if hooks else set()
-            state.latches |= names - state.settings  # hooks set them, so they are theirs in later reloads too
+            if hooks:
+                self._learn(swaps, log, assigned)
             owned = {*state.latches, *state.compounding} if hooks else set()
             for each in [*swaps, outer]:
                 carry_attributes(each)
@@ -478,17 +485,27 @@ class HookRunner:
             far = {path for path in far if path in log.read_then_written or is_moved(live[path], now.get(path))}
         suspects = trial.suspects | far
         lost = {path for path in suspects if not self._world.keeps_start(path)}
-        needs_outcome = (
-            trial.shows == "recorded"
-            or trial.candidates
-            or any(live[path].alias.numel() == 1 for path in suspects & log.read)
-        )
         touched = frozenset(path for swap in swaps for path in swap.touched(assigned))
+        touched -= self._logs_among(swaps, assigned)
         if trial.flags:
             stored = {name for hook in self.hooks if self._guards.has_run(hook) for name in names_set_by(hook)}
             touched |= {path for path in trial.flags if path.rpartition(".")[2] in stored}
-        outcome = outcome_of(log, slots, live, swaps[:-1]) if needs_outcome else {}  # the last shows candidates
-        judge(replace(trial, suspects=suspects), Run(log, slots, touched, outcome), state, live, lost)
+        judge(replace(trial, suspects=suspects), Run(log, slots, touched), state, live, lost)
+
+    def _logs_among(self, swaps: Sequence[Swap], assigned: Mapping[int, set[str]]) -> set[str]:
+        """Names that hooks only count or append in, of those that they touched."""
+        touched = {path: entry for swap in swaps for path, entry in swap.touched(assigned).items()}
+        return {path for path, (owner, value) in touched.items() if self._logs.has(path, owner, value)}
+
+    def _learn(self, swaps: Sequence[Swap], log: TensorLog, assigned: Mapping[int, set[str]]) -> None:
+        """What hooks set, or wrote, is theirs in later reloads too."""
+        state, places = state_of(self.model), self._world.places
+        touched = {path for swap in swaps for path in swap.touched(assigned)}
+        if not all(path in state.latches or state.settings.knows(path) for path in touched):
+            state.settings.add(self._logs_among(swaps, assigned) - state.latches)
+        state.latches |= {path for path in touched if not state.settings.knows(path)}
+        tensors = (log.written_live | touched) - self.loaded - state.compounding
+        state.compounding |= {path for path in tensors if path in places and self._world.keeps_bytes(path)}
 
     def _refuse_processed_twice(self, unsent: Mapping[str, Unsent], log: TensorLog) -> None:
         """Refuses a hook that changed parameters which hold its own earlier results."""

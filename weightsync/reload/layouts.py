@@ -31,6 +31,7 @@ import torch
 
 from weightsync import reachable
 from weightsync.errors import LayoutError, shown
+from weightsync.reload.first_load import FirstLoad
 from weightsync.reload.post_load import Hook, declares_direct, hooks_in_order, recorded_hooks, set_latches
 from weightsync.reload.records import TensorLayout, layouts_of
 from weightsync.reload.scopes import Scope, is_outer, only_tensors, scopes_on
@@ -139,6 +140,7 @@ def record_layouts(model: torch.nn.Module) -> None:
             if id(found.value) not in seen:
                 seen.add(id(found.value))
                 records.setdefault(modules[found.module], []).extend(scopes_on(found.value, found.path, layouts))
+        state.end_first_load()
         state.hooks = recorded_hooks(modules.items())
         for module, hooks in state.hooks.items():
             for _, method in hooks:  # a hook's own closure, where no attribute leads to it
@@ -163,6 +165,7 @@ def record_layouts(model: torch.nn.Module) -> None:
         state.unread.clear()
         state.latches.clear()
         state.settings.clear()
+        state.first_load = FirstLoad(state.records, hooks_in_order(modules.items(), state.hooks), state)
 
 
 def module_modes(model: torch.nn.Module, mode: Mode) -> Mapping[str, ModuleMode]:
@@ -183,6 +186,9 @@ def line_up(model: torch.nn.Module, mode: Mode) -> tuple[Sequence[Hook], Mapping
     if mode not in ("direct", "layerwise"):
         raise LayoutError(f'mode must be "direct" or "layerwise", got {mode!r}')
     model = unwrapped(model)
+    first_load = state_of(model).first_load
+    if first_load is not None and first_load.has_begun:
+        state_of(model).end_first_load()
     return while_unchanged(model, ("line-up", mode), lambda: _line_up(model, mode))
 
 

@@ -18,10 +18,12 @@ that runs it at most once, and not at all before `finish`.
 
 from __future__ import annotations
 
+import copy
 import dis
 import inspect
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -141,30 +143,37 @@ def set_latches(hook: Hook) -> list[str]:
 
 
 def names_set_by(hook: Hook) -> set[str]:
-    """Names of attributes that a hook's code sets, under some condition perhaps, on whatever object.
+    """Names of attributes that a hook's code sets, under some condition perhaps, on whatever object."""
+    return {
+        step.argval
+        for function in functions_of(hook)
+        for code in _codes(function.__code__)
+        for step in dis.get_instructions(code)
+        if step.opname == "STORE_ATTR"
+    }
 
-    Functions that it calls are followed: methods of its owner and of the module, globals of the same package, closures.
-    """
-    names: set[str] = set()
+
+def functions_of(hook: Hook) -> list[types.FunctionType]:
+    """A hook's function and those that it calls: methods of owner and module, globals of its package, closures."""
+    found: list[types.FunctionType] = []
     seen: set[int] = set()
     pending: list[Any] = [hook.method]
     while pending:
         method = pending.pop()
         method = getattr(method, "func", method)  # a partial
         function = inspect.unwrap(getattr(method, "__func__", method))
-        code = getattr(function, "__code__", None)
-        if code is None or id(code) in seen:
+        if not isinstance(function, types.FunctionType) or id(function.__code__) in seen:
             continue
-        seen.add(id(code))
-        for inner in _codes(code):
-            names.update(step.argval for step in dis.get_instructions(inner) if step.opname == "STORE_ATTR")
-            for called in inner.co_names:
+        seen.add(id(function.__code__))
+        found.append(function)
+        for code in _codes(function.__code__):
+            for called in code.co_names:
                 pending.extend(getattr(holder, called, None) for holder in (hook.owner, type(hook.module)))
                 near = function.__globals__.get(called)
-                if getattr(near, "__module__", "").partition(".")[0] == function.__module__.partition(".")[0]:
+                if str(getattr(near, "__module__", "")).partition(".")[0] == function.__module__.partition(".")[0]:
                     pending.append(near)
         pending.extend(c.cell_contents for c in function.__closure__ or () if c != types.CellType())
-    return names
+    return found
 
 
 def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
@@ -227,6 +236,8 @@ class HookGuards:
             try:
                 if HOOK in attributes:
                     self._own[id(hook.owner)] = attributes[HOOK]
+                    if isinstance(attributes[HOOK], Watch):
+                        method = attributes[HOOK]  # this is the first load, which is observed
                 self._methods[id(hook.owner)] = method
                 object.__setattr__(hook.owner, HOOK, self._guard(hook))
             except (AttributeError, TypeError) as error:
@@ -242,10 +253,12 @@ class HookGuards:
             attributes = getattr(hook.owner, "__dict__", {})
             if method is None or not isinstance(attributes.get(HOOK), _Guard):
                 continue  # not shadowed, or a hook put another in the place of the shadow
-            if id(hook.owner) in self._own:
-                object.__setattr__(hook.owner, HOOK, self._own[id(hook.owner)])
-            else:
-                del attributes[HOOK]
+            del attributes[HOOK]
+            own = self._own.get(id(hook.owner))
+            if isinstance(own, Watch):
+                own.put_on()
+            elif own is not None:
+                object.__setattr__(hook.owner, HOOK, own)
 
     def run(self, hook: Hook, dtype: torch.dtype) -> None:
         """Runs a hook unless it ran already; hooks that it calls run too, each once."""
@@ -285,6 +298,68 @@ class _Guard:
         return self.method(*args, **kwargs)
 
 
+class Watch:
+    """What stands in a hook's place from `record_layouts` on, until it has run once for each of its modules.
+
+    Args:
+        owner: The hook's owner, which has a `__dict__`.
+        method: The hook.
+
+    Attributes:
+        method: The hook.
+    """
+
+    def __init__(self, owner: Any, method: Callable[..., Any]) -> None:
+        self.method = method
+        self.__wrapped__ = method  # so that signatures are the hook's
+        self._owner = owner
+        self._was = vars(owner).get(HOOK)
+        self._observers: list[tuple[Any, set[int]]] = []  # each with the `id` of the modules that it waits for
+
+    def add(self, observer: Any, modules: Iterable[torch.nn.Module]) -> None:
+        """Lets `observer.observe(owner, module)`, a context, be around the next run for each of these modules."""
+        self._observers.append((observer, {id(module) for module in modules}))
+
+    def put_on(self) -> None:
+        """Stands in the hook's place if anybody still waits for it; else the hook has it back."""
+        if any(waiting for _, waiting in self._observers):
+            object.__setattr__(self._owner, HOOK, self)
+        elif self._was is not None:
+            object.__setattr__(self._owner, HOOK, self._was)
+
+    def take_off(self) -> None:
+        """Gives the hook its place back."""
+        attributes = vars(self._owner)
+        if attributes.get(HOOK) is self:
+            del attributes[HOOK]
+            if self._was is not None:
+                object.__setattr__(self._owner, HOOK, self._was)
+
+    def remove(self, observer: Any) -> None:
+        """Forgets an observer; after the last one the hook has its place back for good."""
+        self._observers = [entry for entry in self._observers if entry[0] is not observer]
+        if not self._observers:
+            self.take_off()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the hook, which finds itself at its place."""
+        is_own = isinstance(self._owner, torch.nn.Module) and any(id(self._owner) in ids for _, ids in self._observers)
+        layer = self._owner if is_own else args[0] if args else kwargs.get("layer", self._owner)
+        self.take_off()
+        with ExitStack() as stack:
+            for observer, waiting in self._observers:
+                if id(layer) in waiting:
+                    waiting.remove(id(layer))
+                    stack.enter_context(observer.observe(self._owner, layer))
+            result = self.method(*args, **kwargs)
+        if vars(self._owner).get(HOOK) is self._was:
+            self.put_on()
+        return result
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(self.method, memo)
+
+
 def _is_quant_method(module: torch.nn.Module, method: Callable[..., Any]) -> bool:
     """Whether a module is itself a quantisation method: then its hook takes the layer, and the layer runs it."""
     hook = inspect.signature(method)
@@ -304,7 +379,7 @@ def _arguments(hook: Hook, dtype: torch.dtype) -> tuple[Any, ...]:
 def _method_of(owner: Any) -> Callable[..., Any] | None:
     """An owner's hook, also while it is shadowed; None if it has none."""
     method = getattr(owner, HOOK, None)
-    if isinstance(method, _Guard):
+    if isinstance(method, (_Guard, Watch)):
         return method.method
     return method if callable(method) else None
 

@@ -16,8 +16,8 @@ import copy
 import enum
 import functools
 import types
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -87,6 +87,7 @@ class Scope:
         path: Path of the holder.
         values: Recorded value of each name: a `TensorLayout`, a `Container`, or the object itself.
         is_partial: Whether it says nothing of other names, which stay live; else they were not there.
+        filled: Names that hooks fill with something that leads to tensors.
     """
 
     holder: Any
@@ -94,6 +95,7 @@ class Scope:
     path: str
     values: Mapping[Any, Any]
     is_partial: bool = False
+    filled: set[Any] = field(default_factory=set)
 
     def read(self) -> dict[Any, Any]:
         """A copy of what each name holds now."""
@@ -168,8 +170,8 @@ def only(scope: Scope, names: Collection[Any]) -> Scope:
 
 
 def only_tensors(scope: Scope) -> Scope:
-    """A scope over those of its names that lead to tensors; plain values beside them stay live."""
-    values = {name: _stripped(value) for name, value in scope.values.items()}
+    """A scope over those of its names that lead, or led, to tensors; plain values beside them stay live."""
+    values = {n: value if n in scope.filled else _stripped(value) for n, value in scope.values.items()}
     return replace(scope, values={n: value for n, value in values.items() if value is not LIVE}, is_partial=True)
 
 
@@ -231,6 +233,42 @@ def is_plain(value: Any) -> bool:
     if isinstance(value, frozenset):
         return all(is_plain(item) for item in value)
     return value is ABSENT or isinstance(value, (*PLAIN, enum.Enum, type))
+
+
+def is_single(value: Any) -> bool:
+    """Whether it is plain, or an object or function: what is shown as a whole, or not at all."""
+    return is_plain(value) or not isinstance(
+        value, (torch.Tensor, torch.nn.Module, TensorLayout, Container, tuple, *MUTABLE)
+    )
+
+
+def has_tensors(value: Any) -> bool:
+    """Whether a tensor hangs on a value, recorded or live."""
+    stack, seen = [value], set()
+    while stack:
+        node = stack.pop()
+        if isinstance(node, (torch.Tensor, TensorLayout)):
+            return True
+        if id(node) in seen:
+            continue
+        seen.add(id(node))
+        if isinstance(node, Container):
+            stack += node.items
+        elif reachable.is_reachable(node):
+            stack += (child for _, child in reachable.children_of(node))
+    return False
+
+
+def with_containers(scopes: Iterable[Scope]) -> Iterator[Scope]:
+    """The scopes, and one for each recorded container that is still there."""
+    pending = list(scopes)[::-1]
+    while pending:
+        scope = pending.pop()
+        yield scope
+        now = scope.read() if any(isinstance(value, Container) for value in scope.values.values()) else {}
+        for name in now.keys() & scope.values.keys():
+            _, parts = in_place(scope.values[name], now[name], scope.path_of(name))
+            pending.extend(Scope(holder, "items", path, part.labelled()) for holder, part, path in parts)
 
 
 def is_counter(value: Any) -> bool:
@@ -332,8 +370,11 @@ def _record(value: Any, layouts: Mapping[int, TensorLayout], depth: int) -> Any:
         return value
     empty = None
     if not is_tuple:
-        empty = copy.copy(value)
-        empty.clear()
+        try:
+            empty = copy.copy(value)
+            _fill(empty, {})
+        except Exception:  # a class that cannot be copied or emptied is kept as it is
+            return value
     items = value.values() if isinstance(value, dict) else value
     keys = tuple(value) if isinstance(value, dict) else None
     return Container(type(value), keys, tuple(_record(item, layouts, depth + 1) for item in items), empty)

@@ -18,9 +18,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from weightsync.reload.live_names import LiveNames
+
 if TYPE_CHECKING:
     from weightsync.manifest import Manifest
     from weightsync.reload.direct import BoundPlan
+    from weightsync.reload.first_load import FirstLoad
     from weightsync.reload.layouts import ModuleRecord
     from weightsync.reload.post_load import Recorded
     from weightsync.reload.transaction import ReloadSession
@@ -49,11 +52,12 @@ class ModelState:
             recorded value.
         harmless: Paths of tensors that are not loaded, not as recorded, and that hooks were seen not to process.
         unread: Those that are not as recorded and that hooks did not look at so far, so that nothing is known of them.
-        latches: Names of numbers and lists that hooks set themselves; hooks find the recorded value.
-        settings: Names of numbers and lists, not as recorded, that hooks do not set; hooks find the live value.
+        latches: Names that hooks set themselves; hooks find the recorded value.
+        settings: Names that they do not set, or only count in; hooks find the live value.
         reach: By name of a module-stage hook that ran: modules that it looked into, outside its own and those below.
         reads: The same, of those whose tensors it looked at.
         known: Names of hooks that ran and were looked at.
+        first_load: Observes the first load's hooks; None before `record_layouts` and once a reload came.
         kept: Results that follow from the model's Python state; see unchanged.py.
         torn_by: What tore the model, for messages.
         gate: Handles of the forward pre-hook that refuses to serve.
@@ -72,20 +76,32 @@ class ModelState:
     harmless: set[str] = field(default_factory=set)
     unread: set[str] = field(default_factory=set)
     latches: set[str] = field(default_factory=set)
-    settings: set[str] = field(default_factory=set)
+    settings: LiveNames = field(init=False)
     reach: dict[str, frozenset[str]] = field(default_factory=dict)
     reads: dict[str, frozenset[str]] = field(default_factory=dict)
     known: set[str] = field(default_factory=set)
+    first_load: FirstLoad | None = None
     kept: dict[Hashable, Any] = field(default_factory=dict)
     torn_by: str = ""
     gate: list[Any] = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        self.settings = LiveNames(self.latches)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> ModelState:
         """A copy of a model is as its original was recorded, and lives a life of its own otherwise."""
+        if self.first_load is not None:
+            self.first_load.settle()
         copied = memo[id(self)] = ModelState()
         for name in _COPIED:
             setattr(copied, name, copy.deepcopy(getattr(self, name), memo))
         return copied
+
+    def end_first_load(self) -> None:
+        """Takes in what was observed; called once a reload comes."""
+        if self.first_load is not None:
+            self.first_load.close()
+            self.first_load = None
 
     def __reduce__(self) -> tuple[Any, tuple[()]]:
         return _fresh_state, ()

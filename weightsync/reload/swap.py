@@ -25,10 +25,12 @@ from weightsync.reload.scopes import (
     MUTABLE,
     Container,
     Scope,
+    has_tensors,
     in_place,
     is_counter,
     is_plain,
     is_queue,
+    is_single,
     matching,
     same_counter,
     same_plain,
@@ -117,16 +119,25 @@ class Swap:
             if scope.registry == "attributes" and any(live.get(k, ABSENT) is not v for k, v in start.items())
         ]
 
-    def touched(self, assigned: Mapping[int, set[str]]) -> set[str]:
+    def touched(self, assigned: Mapping[int, set[str]]) -> dict[str, tuple[Any, Any]]:
         """Paths of names that hold something else than what was installed, or that were assigned.
 
         A container's own path is among them if one of its items is.
+
+        Returns:
+            By path: the object that has it among its attributes, and what is there.
         """
-        found: set[str] = set()
+        found: dict[str, tuple[Any, Any]] = {}
+        owner_of: dict[int, Any] = {}
+        owner: Any = None
+        for scope in self.scopes:  # containers follow what they hang on
+            owner = owner if scope.registry == "items" else scope.holder
+            owner_of[id(scope)] = owner
         for scope, names in self.touched_names(assigned):
-            found.update(scope.path_of(name) for name in names)
+            owner, now = owner_of[id(scope)], scope.read()
+            found.update((scope.path_of(name), (owner, now.get(name))) for name in names)
             if scope.registry == "items":
-                found.add(scope.path)
+                found[scope.path] = owner, scope.holder
         return found
 
     def touched_names(self, assigned: Mapping[int, set[str]]) -> list[tuple[Scope, list[Any]]]:
@@ -275,11 +286,13 @@ class Swap:
         if not isinstance(value, Container):
             if same_plain(value, live):
                 return live
-            if is_plain(value) and is_plain(live):
+            if is_single(value) and is_single(live):
                 if path in self._settings:
                     return live
                 self.flags.add(path)
             return value
+        if path in self._settings and not has_tensors(value) and not has_tensors(live):
+            return live
         others = matching(value, live)
         items = [self._build(item, other, path) for item, other in zip(value.items, others, strict=True)]
         is_same = type(live) is value.cls and len(others) == _num_items(live)

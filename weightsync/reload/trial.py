@@ -1,15 +1,9 @@
-"""Whose a value is: running hooks to find out, and undoing the run.
+"""Whose a value is where the first load was not observed: running hooks to find out, and undoing the run.
 
-A value that no push sends may differ from its record for three reasons:
-
-    a hook goes on from it     a latch, a scale that it multiplies: hooks must find the recorded value
-    the engine set it since    a setting: hooks must find the live value
-    somebody counts in it      a log of hooks that ran: nothing depends on it, so it goes on from the live value
-
-Which one shows when hooks run. A flag of the hooks' own modules is shown as recorded: if they set it, it is theirs,
-else a setting. A number, a list, and what lies outside of these modules is shown live, and as recorded in a second run:
-if the outcomes are equal, nothing depends on it; else it is theirs if they set it. What was found is remembered for the
-model, so that later reloads run each hook once.
+A value that no push sends, and that is not as recorded, is the hooks' if they set it, else the engine's. A flag is
+shown as recorded in a first run; a number, a list, or what lies outside of the hooks' own modules in a second one; what
+hooks did not set then is live in the last. What was found is remembered for the model, so that later reloads run each
+hook once. Of tensors it is found in every reload: one that hooks compute from its own value is shown as recorded.
 
     undo = Undo(model, stagings)
     try: ...run hooks...; judge(trial, ...)
@@ -19,24 +13,19 @@ model, so that later reloads run each hook once.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 
 from weightsync.errors import LayoutError, shown
-from weightsync.kernels.digest import digest_many
 from weightsync.python_state import PythonState
 from weightsync.reachable import Slot
 from weightsync.reload.audit import LiveSlot, address
 from weightsync.reload.layerwise import Staging
 from weightsync.reload.observe import TensorLog
 from weightsync.reload.records import COPY_BYTES
-from weightsync.reload.scopes import ABSENT
 from weightsync.reload.state import ModelState
-from weightsync.reload.swap import Swap
-
-Outcome = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +37,7 @@ class Trial:
         suspects: Live tensors, not as recorded, that hooks may process.
         flags: Paths of plain values that are shown as recorded.
         candidates: Paths of further plain values, and tensors of one element, not as recorded.
-        others: Those of `candidates` that belong to other hooks' modules too: who does not set them leaves them open.
-        live_outcome: What came out when live values were shown.
+        others: Those of `candidates` that hooks which do not run now may set: they stay open if these do not.
     """
 
     shows: Literal["live", "recorded", "known"]
@@ -57,7 +45,6 @@ class Trial:
     flags: frozenset[str] = frozenset()
     candidates: frozenset[str] = frozenset()
     others: frozenset[str] = frozenset()
-    live_outcome: Outcome = field(default_factory=dict)
 
     @property
     def shown(self) -> frozenset[str]:
@@ -77,14 +64,12 @@ class Run:
     Attributes:
         log: To tensors.
         slots: What the model holds after them.
-        touched: Paths of names that they set, or that their code sets under some condition.
-        outcome: All that came out.
+        touched: Paths of names that they set, or that their code sets under some condition; logs left out.
     """
 
     log: TensorLog
     slots: Sequence[Slot]
     touched: frozenset[str]
-    outcome: Outcome
 
 
 class Again(Exception):  # a finding that makes hooks run once more, not an error
@@ -161,59 +146,31 @@ def judge(trial: Trial, run: Run, state: ModelState, live: Mapping[str, LiveSlot
     if found:
         state.compounding |= found
         raise Again(replace(trial, suspects=trial.suspects - found), found)
-    scalars = {path for path in read if live[path].alias.numel() == 1}
-    candidates = trial.candidates | scalars
+    candidates = trial.candidates if state.settings.has_all_others else trial.candidates | read.difference(lost)
     if candidates:
-        raise Again(replace(trial, shows="recorded", candidates=candidates, live_outcome=run.outcome), candidates)
+        raise Again(replace(trial, shows="recorded", candidates=candidates), candidates)
     _settle_flags(trial, run, state)
 
 
 def _decide(trial: Trial, run: Run, state: ModelState) -> None:
-    """Settles whose the candidates are after both runs; raises `Again` unless the last one was right for all."""
-    set_by_hooks = trial.candidates & (run.touched | run.log.written_staged)
-    depends = not same_outcome(trial.live_outcome, run.outcome, trial.candidates)
-    latches = set_by_hooks if depends else frozenset()
+    """Settles whose the candidates are, after they were shown as recorded; raises `Again` unless all are the hooks'."""
+    latches = trial.candidates & (run.touched | run.log.written_staged)
+    settings = trial.candidates - latches - trial.others
     state.latches |= latches
     state.compounding |= latches
-    settings = trial.candidates - latches - (trial.others - set_by_hooks)
-    state.settings |= settings
+    state.settings.add(settings)
     state.harmless |= settings
     _settle_flags(trial, run, state)
-    is_final = latches == trial.candidates or not (depends or set_by_hooks)
-    if not is_final or latches & trial.others:
-        raise Again(Trial("known"), trial.candidates)
+    if latches != trial.candidates:
+        raise Again(Trial("known"), trial.candidates - latches)
 
 
 def _settle_flags(trial: Trial, run: Run, state: ModelState) -> None:
     state.latches |= trial.flags & run.touched
     settings = trial.flags - run.touched
-    state.settings |= settings
-    if trial.flags & settings:
-        raise Again(Trial("known"), trial.flags & settings)
-
-
-def outcome_of(log: TensorLog, slots: Sequence[Slot], live: Mapping[str, LiveSlot], swaps: Sequence[Swap]) -> Outcome:
-    """What hooks did and left: operators, plain values, bytes of tensors that are not the untouched live ones."""
-    tensors = {
-        slot.path: slot.tensor
-        for slot in slots
-        if slot.path in log.written_live or slot.path not in live or is_moved(live[slot.path], slot.tensor)
-    }
-    digests = digest_many([tensor for tensor in tensors.values() if not tensor.is_meta])
-    layouts = [(tuple(t.shape), t.dtype) for t in tensors.values() if not t.is_meta]
-    paths = [path for path, tensor in tensors.items() if not tensor.is_meta]
-    outcome: dict[str, Any] = dict(zip(paths, zip(digests, layouts, strict=True), strict=True))
-    outcome["operators"] = tuple(log.operators)  # a branch that changed no bytes, for these weights, was another branch
-    for swap in swaps:
-        outcome.update(swap.plain_values())
-    return outcome
-
-
-def same_outcome(left: Outcome, right: Outcome, apart_from: Collection[str]) -> bool:
-    """Whether two runs left the same, but for some names and what is in them."""
-    names = {*left, *right}
-    aside = {name for name in names if any(name == c or name.startswith((f"{c}[", f"{c}.")) for c in apart_from)}
-    return all(left.get(name, ABSENT) == right.get(name, ABSENT) for name in names - aside)
+    state.settings.add(settings)
+    if settings:
+        raise Again(Trial("known"), settings)
 
 
 def is_moved(live: LiveSlot, now: torch.Tensor | None) -> bool:

@@ -31,13 +31,15 @@ from weightsync.reload.reconcile import keep_untouched
 from weightsync.reload.scopes import (
     ABSENT,
     LIVE,
+    MUTABLE,
     Container,
     Scope,
+    has_tensors,
     in_place,
     is_counter,
     is_outer,
     is_plain,
-    is_queue,
+    is_single,
     only,
     same_plain,
     tensors_in,
@@ -134,6 +136,12 @@ class World:
         _, scope, name = self.places[path]
         return all(layout.keeps_start for _, layout, _ in tensors_in(scope.values[name], ABSENT))
 
+    def keeps_bytes(self, path: str) -> bool:
+        """Whether all bytes of a recorded tensor were kept: of a small one that a checkpoint does not fill."""
+        _, scope, name = self.places[path]
+        layouts = [layout for _, layout, _ in tensors_in(scope.values[name], ABSENT)]
+        return scope.registry != "parameters" and all(layout.block.start is not None for layout in layouts)
+
     def show_flags(self) -> None:
         """Lets hooks find what is known to be a flag as recorded, from now on; may be called again with more known.
 
@@ -173,11 +181,14 @@ class World:
         Returns:
             Module by path of the value.
         """
-        known = {*self._state.latches, *self._state.settings}
+        latches, settings = self._state.latches, self._state.settings
         found: dict[str, str] = {}
+        if settings.has_all_others:
+            return found
         for module, record in self._records.items():
             scopes = record.outer if module in modules else (*record.scopes, *record.outer)
-            found.update((path, module) for path in _keys(_flags(scopes)) if path not in known)
+            unknown = (path for path in _keys(_flags(scopes)) if path not in latches and path not in settings)
+            found.update((path, module) for path in unknown)
         return found
 
     def show(self, paths: Collection[str]) -> Swap:
@@ -220,32 +231,31 @@ class World:
 
 
 def _flags(scopes: Sequence[Scope], chosen: Collection[str] | None = None) -> Iterator[Scope]:
-    """Scopes over plain values that are not as recorded; all else in them stays live.
+    """Scopes over plain values, objects and functions that are not as recorded; all else in them stays live.
 
     Args:
         scopes: Where to look.
-        chosen: Paths to take; None for all.
+        chosen: Paths to take, whatever is there unless it leads to tensors; None for all but what engines count in.
     """
-    for scope in _with_containers(scopes):
+    for scope in _with_containers(scopes, chosen):
         now, values = scope.read(), {}
         for name, value in scope.values.items():
             there = now.get(name, ABSENT)
-            if not is_outer(scope) and is_counter(value) and is_counter(there):
-                continue  # engines count, too
-            if is_plain(value) and is_plain(there) and not same_plain(value, there):
+            if chosen is not None:
+                if scope.key_of(name) in chosen and not same_plain(value, there) and _is_whole(value, there):
+                    values[name] = value
+            elif not _is_counted(scope, value, there) and _is_other(value, there):
                 values[name] = value
-        added = [name for name in now if name not in scope.values] if _may_hide(scope) else []
-        for name in added:
-            if isinstance(scope.holder, set) or is_plain(now[name]):
+        for name in now.keys() - scope.values.keys():
+            is_hidden = _may_hide(scope) if chosen is None else scope.key_of(name) in chosen
+            if is_hidden and (isinstance(scope.holder, set) or is_plain(now[name])):
                 values[name] = ABSENT
-        if chosen is not None:
-            values = {n: v for n, v in values.items() if scope.key_of(n) in chosen}
         if values:
             yield replace(scope, values=values, is_partial=True)
 
 
-def _with_containers(scopes: Sequence[Scope]) -> Iterator[Scope]:
-    """The scopes, and one for each recorded container that is still there."""
+def _with_containers(scopes: Sequence[Scope], chosen: Collection[str] | None = None) -> Iterator[Scope]:
+    """The scopes, and one for each recorded container that is still there, and not counted in unless it is chosen."""
     pending = list(scopes)[::-1]
     while pending:
         scope = pending.pop()
@@ -253,14 +263,25 @@ def _with_containers(scopes: Sequence[Scope]) -> Iterator[Scope]:
         now = scope.read() if any(isinstance(value, Container) for value in scope.values.values()) else {}
         for name in now.keys() & scope.values.keys():
             value, there = scope.values[name], now[name]
-            if not is_outer(scope) and is_counter(value) and is_counter(there):
+            if scope.path_of(name) not in (chosen or ()) and _is_counted(scope, value, there):
                 continue
             _, parts = in_place(value, there, scope.path_of(name))
-            pending.extend(
-                Scope(holder, "items", path, part.labelled())
-                for holder, part, path in parts
-                if not is_queue(part, holder)
-            )
+            pending.extend(Scope(holder, "items", path, part.labelled()) for holder, part, path in parts)
+
+
+def _is_counted(scope: Scope, value: Any, there: Any) -> bool:
+    return not is_outer(scope) and is_counter(value) and is_counter(there)
+
+
+def _is_other(value: Any, there: Any) -> bool:
+    return is_single(value) and is_single(there) and not same_plain(value, there)
+
+
+def _is_whole(value: Any, there: Any) -> bool:
+    """Whether a recorded value can take the place of what is there, for more than one run: no tensor is in either."""
+    if isinstance(value, Container):
+        return not isinstance(there, MUTABLE) and not has_tensors(value) and not has_tensors(there)
+    return is_single(value) and not has_tensors(there)
 
 
 def _may_hide(scope: Scope) -> bool:
