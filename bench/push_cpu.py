@@ -1,15 +1,16 @@
 """Times the host's side of a whole push on a CPU: everything but what a GPU would do.
 
 Two processes, as bench/push_gpu.py has them: a trainer whose 4,620 tensors lie in 230 allocations of shared memory, and
-an engine that serves HTTP. The engine takes the way of a GPU (tables, one launch for the copies, one per shape of
-shards for the check), but each launch does nothing: what is left is Python, JSON and HTTP. The figure is the processor
-time of both processes per push, since they take turns and these machines are shared; the least wall time is shown
-beside it. Launches are counted, so that a push which leaves one out cannot look fast. Whether the bytes are right, the
-tests tell.
+an engine that serves HTTP. The engine takes the way of a GPU (tables, one launch for the copies or, layerwise, one per
+unit, one per shape of shards for the check), but each launch does nothing, nor does a copy of whole tensors into or out
+of a staged unit: what is left is Python, JSON and HTTP. The figure is the processor time of both processes per push,
+since they take turns and these machines are shared; the least wall time is shown beside it. Launches and such copies
+are counted, so that a push which leaves one out cannot look fast. Whether the bytes are right, the tests tell.
 
     .venv/bin/python bench/push_cpu.py             # a table
     .venv/bin/python bench/push_cpu.py --record    # and a line per case in bench/results/push_cpu.jsonl
     .venv/bin/python bench/push_cpu.py --profile   # where the engine's time goes
+    .venv/bin/python bench/push_cpu.py --modes layerwise
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ from weightsync.worker.server import BackgroundServer
 RESULTS = Path(__file__).with_name("results") / "push_cpu.jsonl"
 NUM_ALLOCATIONS = 230  # as many as torch's allocator makes on an H200 for the model of bench/push_gpu.py
 SIZES = Sizes(hidden=512, intermediate=256)  # the smallest that the kernels' layouts take: nothing of them is copied
-FORMATS = {"sm90_fp8": 3, "sm100_mxfp8": 5}  # and the launches of a push: copies; checks and requantisation, two shapes
+FORMATS = {"sm90_fp8": 2, "sm100_mxfp8": 4}  # and the launches of a push: checks and requantisation, two shapes
+NUM_UNITS, NUM_STAGED = 2 * SIZES.num_layers, 5 * SIZES.num_layers  # modules, and their tensors
+MODES = {"direct": 1, "layerwise": NUM_UNITS + 2 * NUM_STAGED}  # the copies: one; per unit one, per tensor in and out
 WAIT_SECONDS = 300
 
 
@@ -63,8 +66,20 @@ def take_the_way_of_a_gpu() -> Launches:
     import weightsync.kernels.segment_copy_triton as copy_kernel
     import weightsync.plan.replay as replay
     from megamoe_adapter import finish, requantize_triton
+    from weightsync.reload.hook_runner import HookRunner
+    from weightsync.reload.records import Block
 
     launches: Any = Launches()
+
+    def start_staged(block: Any, device: Any) -> torch.Tensor:
+        launches()
+        return torch.empty(block.num_bytes, dtype=torch.uint8, device=device or block.device)
+
+    def write_back(runner: Any, path: str, live: torch.Tensor, value: torch.Tensor) -> None:
+        launches()
+        runner.about_to_write(live)
+
+    Block.allocate, HookRunner.write = start_staged, write_back  # type: ignore[method-assign]
     segment_copy.choose_backend = replay.choose_backend = lambda device, backend="auto": "triton"  # type: ignore[assignment]
     copy_kernel.copy_tiles = launches
     requantize_triton._inspect = requantize_triton._requantize = launches
@@ -115,7 +130,7 @@ def in_allocations(tensors: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Te
     return placed, arenas
 
 
-def measure(fmt: str, repeats: int, is_profiled: bool) -> dict[str, Any]:
+def measure(fmt: str, mode: Any, repeats: int, is_profiled: bool) -> dict[str, Any]:
     """One line of the results."""
     context = mp.get_context("spawn")
     here, there = context.Pipe()
@@ -131,7 +146,8 @@ def measure(fmt: str, repeats: int, is_profiled: bool) -> dict[str, Any]:
         return answer
 
     source = TensorSource(tensors)
-    with TrainerClient(source, here.recv(), transport="shared_memory", deadline_seconds=WAIT_SECONDS) as client:
+    options = {"transport": "shared_memory", "mode": mode, "deadline_seconds": WAIT_SECONDS}
+    with TrainerClient(source, here.recv(), **options) as client:
         start = time.perf_counter()
         client.push()
         first = time.perf_counter() - start
@@ -148,11 +164,12 @@ def measure(fmt: str, repeats: int, is_profiled: bool) -> dict[str, Any]:
         engine_after, launched = engine_now()
     here.send("end")
     engine.join(WAIT_SECONDS)
-    if launched - launched_before != FORMATS[fmt] * repeats:
-        raise SystemExit(f"{launched - launched_before} launches in {repeats} pushes, {FORMATS[fmt]} each are expected")
+    expected = FORMATS[fmt] + MODES[mode]
+    if launched - launched_before != expected * repeats:
+        raise SystemExit(f"{launched - launched_before} launches in {repeats} pushes, {expected} each are expected")
     best = min(range(repeats), key=seconds.__getitem__)
     num_bytes, num_tensors = sum(t.nbytes for t in tensors.values()), len(tensors)
-    case = f"host side of a push, direct into {fmt}"
+    case = f"host side of a push, {mode} into {fmt}"
     per_push = {"trainer": mine / repeats, "engine": (engine_after - engine_before) / repeats}
     total = sum(per_push.values())
     print(
@@ -187,13 +204,14 @@ def main() -> None:
     """Runs all cases."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--formats", nargs="+", choices=FORMATS, default=list(FORMATS))
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--repeats", type=int, default=30)
     parser.add_argument("--profile", action="store_true", help="print where the engine's time goes; times are larger")
     parser.add_argument("--record", action="store_true", help="append to bench/results/push_cpu.jsonl")
     args = parser.parse_args()
     os.environ["TRITON_INTERPRET"] = "1"  # Triton's kernels can then be imported without a GPU; the engine inherits it
     torch.set_num_threads(1)
-    lines = [measure(fmt, args.repeats, args.profile) for fmt in args.formats]
+    lines = [measure(fmt, mode, args.repeats, args.profile) for fmt in args.formats for mode in args.modes]
     if args.record:
         with RESULTS.open("a") as out:
             out.writelines(json.dumps(line) + "\n" for line in lines)

@@ -11,6 +11,10 @@ device memory. The graph then serves every later source:
     with torch.cuda.graph(graph):
         copy.launch()
     copy.bind_sources([other_buffer]); graph.replay()
+
+The destinations can be exchanged in the same way, for tables that outlive them:
+
+    copy.release_destinations(); copy.bind_destinations(other_storages); copy.run([buffer])
 """
 
 from __future__ import annotations
@@ -73,9 +77,9 @@ def choose_backend(device: torch.device, backend: Backend = "auto") -> Literal["
 class SegmentCopy:
     """One table bound to its destination storages.
 
-    Works under any autograd mode, and keeps the storages alive. Holds a source only between `bind_sources` and
-    `release_sources`; `run` releases it, so that a shared or mapped buffer can be closed afterwards (on a GPU: once the
-    stream has passed the launch).
+    Works under any autograd mode, and keeps the storages alive until they are released. Holds a source only between
+    `bind_sources` and `release_sources`; `run` releases it, so that a shared or mapped buffer can be closed afterwards
+    (on a GPU: once the stream has passed the launch).
 
     Args:
         table: The copies; rows must not share destination bytes.
@@ -92,26 +96,60 @@ class SegmentCopy:
     """
 
     def __init__(self, table: SegmentTable, storages: Mapping[int, Storage], *, backend: Backend = "auto") -> None:
-        keys = [key for key in np.unique(table.destination).tolist() if key in storages]
-        views = {key: storage_view(storages[key]) for key in keys}
-        table.check_bounds(None, {key: view.nbytes for key, view in views.items()})
-        devices = {view.device for view in views.values()}
-        if len(devices) > 1:
-            raise LayoutError(f"one SegmentCopy serves one device, got storages on {shown(sorted(map(str, devices)))}")
         self.table = table
-        self.device = next(iter(devices), None)
+        self.device: torch.device | None = None
+        self._keys: list[int] = np.unique(table.destination).tolist()
+        self._sizes: dict[int, int] | None = None  # of the storages that the table was checked against
         self._needed: list[int] = table.source_bytes_needed().tolist()
-        self._addresses = bound_addresses(views.values())
+        self._addresses: list[tuple[torch.UntypedStorage, int]] | None = None
         self._sources: tuple[torch.Tensor, ...] | None = None
+        self._backend: Backend = backend
         self._copies: _Copies | None = None
-        if self.device is not None:
-            kind = _TritonCopies if choose_backend(self.device, backend) == "triton" else _TorchCopies
-            self._copies = kind(table, views)
+        self.bind_destinations(storages)
 
     @property
     def table_bytes(self) -> int:
         """Device memory that the tile table takes; 0 for the torch backend."""
         return self._copies.table_bytes if self._copies else 0
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether it has destinations."""
+        return self._addresses is not None
+
+    def bind_destinations(self, storages: Mapping[int, Storage]) -> None:
+        """Points the table at other storages, on the device of the first; the table on the device stays.
+
+        On a GPU the new addresses are written by the next `bind_sources`.
+
+        Raises:
+            LayoutError: As for the class; the old binding stays then.
+        """
+        views = {key: storage_view(storages[key]) for key in self._keys if key in storages}
+        sizes = {key: view.nbytes for key, view in views.items()}
+        if sizes != self._sizes:
+            self.table.check_bounds(None, sizes)
+        devices = {view.device for view in views.values()}
+        if self.device is not None:
+            devices.add(self.device)
+        if len(devices) > 1:
+            raise LayoutError(f"one SegmentCopy serves one device, got storages on {shown(sorted(map(str, devices)))}")
+        self.device = next(iter(devices), None)
+        self._sizes = sizes
+        self._addresses = bound_addresses(views.values())
+        self.release_sources()
+        if self.device is not None and self._copies is None:
+            kind = _TritonCopies if choose_backend(self.device, self._backend) == "triton" else _TorchCopies
+            self._copies = kind(self.table, self._keys, self.device)
+        if self._copies:
+            self._copies.bind_destinations(views)
+
+    def release_destinations(self) -> None:
+        """Lets go of the storages; nothing can be copied before others are bound."""
+        self._addresses = None
+        self.release_sources()
+        if self._copies:
+            self._copies.release_destinations()
 
     def run(self, sources: Sequence[torch.Tensor]) -> None:
         """Copies every row from `sources` and lets go of them; on a GPU this enqueues it on the current stream."""
@@ -133,8 +171,11 @@ class SegmentCopy:
                 as large as the table reads. Must not overlap a destination, unless a copy reads the bytes it writes.
 
         Raises:
+            ReloadError: The destinations were released.
             LayoutError: Wrong number, device, layout or size of the sources.
         """
+        if self._addresses is None:
+            raise ReloadError("the destinations were released; call bind_destinations first")
         if len(sources) != len(self._needed):
             raise LayoutError(f"the table reads {len(self._needed)} sources, got {len(sources)}")
         device = self.device
@@ -162,7 +203,7 @@ class SegmentCopy:
             ReloadError: No sources are bound.
             LayoutError: A storage has moved since it was bound, so that its address is not to be trusted.
         """
-        if self._sources is None:
+        if self._sources is None or self._addresses is None:
             raise ReloadError("no sources are bound; call bind_sources first, or run")
         check_unmoved(self._addresses)
         if self._copies:
@@ -180,7 +221,11 @@ class _Copies(Protocol):
 
     table_bytes: int
 
-    def __init__(self, table: SegmentTable, storages: Mapping[int, torch.Tensor]) -> None: ...
+    def __init__(self, table: SegmentTable, keys: Sequence[int], device: torch.device) -> None: ...
+
+    def bind_destinations(self, storages: Mapping[int, torch.Tensor]) -> None: ...
+
+    def release_destinations(self) -> None: ...
 
     def bind_sources(self, sources: Sequence[torch.Tensor]) -> None: ...
 
@@ -197,12 +242,19 @@ class _TorchCopies:
 
     table_bytes = 0
 
-    def __init__(self, table: SegmentTable, storages: Mapping[int, torch.Tensor]) -> None:
+    def __init__(self, table: SegmentTable, keys: Sequence[int], device: torch.device) -> None:
         self._table = table
-        self._storages = storages
+        self._storages: Mapping[int, torch.Tensor] = {}
         # alignment of the sources -> destination views, and per row (source, unit, size, source strides, byte offset)
         self._built: dict[int, tuple[list[torch.Tensor], list[_SourceView]]] = {}
         self._pairs: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+
+    def bind_destinations(self, storages: Mapping[int, torch.Tensor]) -> None:
+        self._storages = storages
+        self._built.clear()
+
+    def release_destinations(self) -> None:
+        self.bind_destinations({})
 
     def bind_sources(self, sources: Sequence[torch.Tensor]) -> None:
         offsets = [int(source.storage_offset()) * source.dtype.itemsize for source in sources]
@@ -258,19 +310,19 @@ _SourceView = tuple[int, int, list[int], list[int], int]
 
 
 class _TritonCopies:
-    """The tile table on the device, and the source addresses that every launch reads."""
+    """The tile table on the device, and the addresses of both sides that every launch reads."""
 
-    def __init__(self, table: SegmentTable, storages: Mapping[int, torch.Tensor]) -> None:
+    def __init__(self, table: SegmentTable, keys: Sequence[int], device: torch.device) -> None:
         from weightsync.kernels import segment_copy_triton as kernel
 
         self._kernel = kernel
-        device = next(iter(storages.values())).device
-        addresses = {key: view.data_ptr() for key, view in storages.items()}
+        self._keys = keys
+        self._destinations: list[int] = []
         steps = tile_steps(table, kernel.TILE_BYTES)
-        base = np.array([addresses[key] for key in table.destination.tolist()], np.int64)
+        destination = table.num_sources + np.searchsorted(keys, table.destination)
         columns = (
-            table.source, table.source_offset, base + table.destination_offset, table.sizes, table.run,
-            table.source_strides, table.destination_strides, steps,
+            table.source, table.source_offset, destination, table.sizes, table.run, table.source_strides,
+            table.destination_strides, steps, table.destination_offset,
         )  # fmt: skip
         segments = np.zeros((len(table), kernel.SEGMENT_COLUMNS), np.int64)
         filled = np.column_stack(columns)
@@ -282,12 +334,18 @@ class _TritonCopies:
         tiles[:, 1] = np.arange(len(tiles)) - np.repeat(np.cumsum(counts) - counts, counts)
         self._segments = torch.from_numpy(segments).to(device)
         self._tiles = torch.from_numpy(tiles).to(device)
-        self._bases = torch.zeros(table.num_sources, dtype=torch.int64, device=device)
-        self._addresses: list[int] = [0] * table.num_sources
+        self._addresses = [0] * (table.num_sources + len(keys))
+        self._bases = torch.tensor(self._addresses, dtype=torch.int64, device=device)
         self.table_bytes = self._segments.nbytes + self._tiles.nbytes + self._bases.nbytes
 
+    def bind_destinations(self, storages: Mapping[int, torch.Tensor]) -> None:
+        self._destinations = [storages[key].data_ptr() for key in self._keys]
+
+    def release_destinations(self) -> None:
+        """Keeps the addresses: `SegmentCopy` launches only for bound destinations."""
+
     def bind_sources(self, sources: Sequence[torch.Tensor]) -> None:
-        addresses = [source.data_ptr() for source in sources]
+        addresses = [*(source.data_ptr() for source in sources), *self._destinations]
         if addresses != self._addresses:
             # Pinned and not waited for: torch hands pinned memory out again only when the copy from it is done, and the
             # host need not wait for the launches before it.

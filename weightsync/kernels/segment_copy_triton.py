@@ -4,10 +4,11 @@
 
 Imported only where Triton runs (a GPU, or `TRITON_INTERPRET=1`). Each program copies one tile of at most `TILE_BYTES`:
 
-    segments (R, 16) int64: source, source offset, destination address, n1, n0, run, source strides (1, 0),
-                            destination strides (1, 0), tile steps (t1, t0, t_run), 3 unused
+    segments (R, 16) int64: source, source offset, destination, n1, n0, run, source strides (1, 0), destination
+                            strides (1, 0), tile steps (t1, t0, t_run), destination offset, 2 unused
     tiles (T, 2) int32:     row of `segments`, number of the tile within it
-    bases (S,) int64:       address of each source; rewritten to read from other memory, also under a captured graph
+    bases (B,) int64:       address of each source, then of each destination; rewritten to copy between other memory,
+                            also under a captured graph
 
 A tile finds the widest unit (16, 8, 4, 2 or 1 bytes) that divides its two addresses, its strides and its run, so
 nothing about alignment is fixed when the table is made.
@@ -76,7 +77,8 @@ def _copy_tile(segments, tiles, bases, BLOCK: tl.constexpr):
     first_0 = ((tile // tiles_run) % tiles_0) * t0
     first_1 = (tile // (tiles_run * tiles_0)) * t1
     source = tl.load(bases + tl.load(segment)) + tl.load(segment + 1) + first_1 * ss1 + first_0 * ss0 + first_byte
-    destination = tl.load(segment + 2) + first_1 * ds1 + first_0 * ds0 + first_byte
+    destination = tl.load(bases + tl.load(segment + 2)) + tl.load(segment + 13)
+    destination += first_1 * ds1 + first_0 * ds0 + first_byte
 
     n1 = tl.minimum(n1 - first_1, t1).to(tl.int32)
     n0 = tl.minimum(n0 - first_0, t0).to(tl.int32)
@@ -101,6 +103,6 @@ def copy_tiles(segments: torch.Tensor, tiles: torch.Tensor, bases: torch.Tensor)
     Args:
         segments: (R, 16) int64 on the device.
         tiles: (T, 2) int32 on the device; T at least 1.
-        bases: (S,) int64 on the device.
+        bases: (B,) int64 on the device.
     """
     _copy_tile[(tiles.shape[0],)](segments, tiles, bases, BLOCK=BLOCK, num_warps=NUM_WARPS)

@@ -4,6 +4,7 @@
     replay.copy_tensors(named_tensors)              # tensors of this process, any layout, any device
     replay.copy_bucket(bucket, buffer)              # one packed uint8 buffer, tensors perhaps split over several
     replay.copy_buckets([(bucket, buffer), ...])    # several buffers (mapped allocations), on a GPU still one launch
+    replay.release(); replay.bind(others)           # other storages of the same sizes: the tables stay
 
 Names that no write mentions are passed over: the session interprets those. Shapes and dtypes against the manifest are
 the session's check too; here every byte read and written is proved to lie inside its tensor and its storage.
@@ -53,6 +54,7 @@ class Replay:
         storages: The storage of each `Write.destination`, as an `UntypedStorage` or any tensor on it; several devices
             are fine. They are kept alive.
         backend: "torch" or "triton" instead of each device's own (see `SegmentCopy`).
+        max_tables: Tables kept for sets of names or buckets that may come again.
 
     Attributes:
         names: Wire names that are written.
@@ -61,27 +63,57 @@ class Replay:
         LayoutError: A write is no plain copy, leaves its storage, or has none.
     """
 
-    def __init__(self, writes: Iterable[Write], storages: Mapping[int, Storage], *, backend: Backend = "auto") -> None:
+    def __init__(
+        self,
+        writes: Iterable[Write],
+        storages: Mapping[int, Storage],
+        *,
+        backend: Backend = "auto",
+        max_tables: int = MAX_COMPILED,
+    ) -> None:
         self._writes = tuple(writes)
         self._backend: Backend = backend
+        self._max_tables = max_tables
         self.names = frozenset(write.name for write in self._writes)
+        self._keys = {write.destination for write in self._writes}
+        self._sizes: dict[int, tuple[int, torch.device]] | None = None
         self._parts: list[_DeviceReplay] = []
         self.bind(storages)
 
     def bind(self, storages: Mapping[int, Storage]) -> None:
-        """Binds the writes to other storages and drops every view and table that pointed to the old ones.
+        """Binds the writes to other storages and drops every view of the old ones.
+
+        Tables stay if each storage has the size and the device of the one before.
 
         Raises:
             LayoutError: As for the class; the old binding stays then.
         """
-        views = {key: storage_view(storages[key]) for key in {w.destination for w in self._writes} & storages.keys()}
+        views = {key: storage_view(storages[key]) for key in self._keys & storages.keys()}
+        sizes = {key: (view.nbytes, view.device) for key, view in views.items()}
+        if sizes == self._sizes:
+            for part in self._parts:
+                part.bind(views)
+            return
         table = compile_segments(self._writes)
-        table.check_bounds(None, {key: view.nbytes for key, view in views.items()})
+        table.check_bounds(None, {key: num_bytes for key, (num_bytes, _) in sizes.items()})
         by_device: defaultdict[torch.device, list[Write]] = defaultdict(list)
         for write in self._writes:
             if write.dest.num_bytes:
                 by_device[views[write.destination].device].append(write)
-        self._parts = [_DeviceReplay(device, w, views, self._backend) for device, w in by_device.items()]
+        self._parts = [
+            _DeviceReplay(device, w, views, self._backend, self._max_tables) for device, w in by_device.items()
+        ]
+        self._sizes = sizes
+
+    def release(self) -> None:
+        """Lets go of the storages and keeps the tables; nothing can be copied before `bind`."""
+        for part in self._parts:
+            part.release()
+
+    @property
+    def devices(self) -> set[torch.device]:
+        """Devices of the storages that are written."""
+        return {part.device for part in self._parts}
 
     def copy_tensors(self, tensors: Iterable[Named]) -> None:
         """Copies whole wire tensors of this process into the live storages.
@@ -121,6 +153,8 @@ class Replay:
     def copy_buckets(self, filled: Sequence[tuple[Bucket, torch.Tensor]]) -> None:
         """`copy_bucket` for several buffers at once; per device of the live storages one launch on a GPU."""
         buckets = tuple(bucket for bucket, _ in filled)
+        for part in self._parts:
+            part.check_unmoved()
         copies = [copy for copy in (part.compiled(buckets) for part in self._parts) if copy.device is not None]
         try:
             for copy in copies:
@@ -153,40 +187,68 @@ class _DeviceReplay:
     """The part of a replay whose destinations are on one device."""
 
     def __init__(
-        self, device: torch.device, writes: Sequence[Write], storages: Mapping[int, torch.Tensor], backend: Backend
+        self,
+        device: torch.device,
+        writes: Sequence[Write],
+        storages: Mapping[int, torch.Tensor],
+        backend: Backend,
+        max_tables: int,
     ) -> None:
-        self._device = device
+        self.device = device
         self._by_name = group_by_name(writes)
-        self._storages = {key: storages[key] for key in dict.fromkeys(write.destination for write in writes)}
-        self._addresses = bound_addresses(self._storages.values())
+        self._keys = tuple(dict.fromkeys(write.destination for write in writes))
+        self._storages: dict[int, torch.Tensor] = {}
+        self._addresses: list[tuple[torch.UntypedStorage, int]] = []
         self._backend = backend
+        self._max_tables = max_tables
         self._launches = choose_backend(device, backend) == "triton"
         self._rows: defaultdict[str, list[_Row]] | None = None
         self._views: dict[str, _NameViews] = {}
         self._named_copies: dict[tuple[str, ...], SegmentCopy] = {}
         self._recent: dict[tuple[int, ...], tuple[tuple[Bucket, ...], SegmentCopy]] = {}
         self._compiled: dict[tuple[Bucket, ...], SegmentCopy] = {}
+        self.bind(storages)
+
+    def bind(self, storages: Mapping[int, torch.Tensor]) -> None:
+        """Takes other storages of the same sizes; each table follows when it is used."""
+        self.release()
+        self._storages = {key: storages[key] for key in self._keys}
+        self._addresses = bound_addresses(self._storages.values())
+
+    def release(self) -> None:
+        """Lets go of the storages and of all views of them."""
+        self._storages, self._addresses = {}, []
+        self._views.clear()
+        for copy in (*self._named_copies.values(), *self._compiled.values(), *(c for _, c in self._recent.values())):
+            copy.release_destinations()
 
     def check_unmoved(self) -> None:
-        """LayoutError if a storage was resized or freed since it was bound."""
+        """LayoutError if a storage was resized or freed since it was bound, or the storages were released."""
+        if not self._addresses:
+            raise LayoutError("the destinations of this replay were released; bind it to others first")
         check_unmoved(self._addresses)
+
+    def _bound(self, copy: SegmentCopy) -> SegmentCopy:
+        if not copy.is_bound:
+            copy.bind_destinations(self._storages)
+        return copy
 
     def compiled(self, buckets: tuple[Bucket, ...]) -> SegmentCopy:
         """The table of these buckets; the same bucket objects are found without comparing their chunks."""
         ids = tuple(map(id, buckets))  # the entry keeps its buckets alive, so that no other object can take their ids
         if ids in self._recent:
-            return self._recent[ids][1]
+            return self._bound(self._recent[ids][1])
         copy = self._compiled.get(buckets)
         if copy is None:
             table = compile_segments(self._by_name, [bucket.chunks for bucket in buckets])
             copy = SegmentCopy(table, self._storages, backend=self._backend)
-            _keep(self._compiled, buckets, copy)
-        _keep(self._recent, ids, (buckets, copy))
-        return copy
+            _keep(self._compiled, buckets, copy, self._max_tables)
+        _keep(self._recent, ids, (buckets, copy), self._max_tables)
+        return self._bound(copy)
 
     def copy_tensors(self, tensors: Iterable[Named]) -> None:
         """Copies the tensors in batches of bounded memory."""
-        device, by_name = self._device, self._by_name
+        device, by_name = self.device, self._by_name
         one_pass = not isinstance(tensors, Sequence)
         batch: list[Named] = []
         held_bytes = 0
@@ -223,8 +285,8 @@ class _DeviceReplay:
         if copy is None and len(set(names)) == len(names):
             table = compile_segments({name: self._by_name[name] for name in names})
             copy = SegmentCopy(table, self._storages, backend=self._backend)
-            _keep(self._named_copies, names, copy)
-        return copy
+            _keep(self._named_copies, names, copy, self._max_tables)
+        return copy and self._bound(copy)
 
     def _pairs(self, batch: list[Named]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         destinations: list[torch.Tensor] = []
@@ -313,7 +375,7 @@ def _rows_by_name(by_name: Mapping[str, Sequence[Write]]) -> defaultdict[str, li
     return rows
 
 
-def _keep(cache: dict[_Key, _Value], key: _Key, value: _Value) -> None:
-    if len(cache) >= MAX_COMPILED:
+def _keep(cache: dict[_Key, _Value], key: _Key, value: _Value, most: int) -> None:
+    if len(cache) >= most:
         cache.clear()
     cache[key] = value

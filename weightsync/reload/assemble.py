@@ -10,12 +10,15 @@ for chunk in bucket.chunks:
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING
 
 import torch
 
 from weightsync.errors import CoverageError, LayoutError, shown
-from weightsync.reload.direct import Entry
 from weightsync.transport.buckets import Bucket, Chunk
+
+if TYPE_CHECKING:
+    from weightsync.reload.direct import Entry
 
 
 class Parts:

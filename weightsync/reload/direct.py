@@ -4,8 +4,10 @@
     entry = bound.entries["layers.0.w1"]         # expected dtype and shape, treatment, units
     bound.live_replay.copy_tensors([...])        # straight into live storage
     bound.staged_replay(staging)                 # into one unit's staged tensors
+    bound.packing(buckets)                       # by units, what a push of these buckets brings
 
-Binding costs once per plan and addresses; a push then costs one dict look-up per tensor and one fused copy per call.
+Binding costs once per plan and addresses; a push then costs one dict look-up per tensor and one fused copy per call,
+and one of known buckets nothing per tensor.
 """
 
 from __future__ import annotations
@@ -25,12 +27,14 @@ from weightsync.plan.writes import Destination, NamePlan, Write
 from weightsync.reload.audit import LiveTensors
 from weightsync.reload.derived import Call, by_module, record_calls
 from weightsync.reload.layerwise import Staging, Unit
+from weightsync.reload.packing import Packing, packing_of
 from weightsync.transport.buckets import Bucket
 
 if TYPE_CHECKING:
     from weightsync.plan.plan import ReloadPlan
 
 NUM_PACKINGS_KEPT = 16  # per plan: one for a whole push, a few for updates of a part
+NUM_UNIT_TABLES_KEPT = 8  # per unit: one for its part of a whole push, a few if it comes in parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +87,8 @@ class BoundPlan:
     def __init__(self, plan: ReloadPlan, live: LiveTensors, units: Sequence[Unit]) -> None:
         self.plan = plan
         self._units = _shape_of(units)
-        self._whole_names: dict[tuple[int, ...], tuple[tuple[Bucket, ...], tuple[str, ...] | None]] = {}
+        self._packings: dict[tuple[int, ...], tuple[tuple[Bucket, ...], Packing | None]] = {}
+        self._staged_replays: dict[int, tuple[list[int], Replay]] = {}  # by unit, with how far destinations are shifted
         self._calls: dict[str, list[tuple[torch.nn.Module, Call]]] | None = None
         self.all_replayed_calls: dict[torch.nn.Module, tuple[Call, ...]] = {}
         unit_of = {module: unit.number for unit in units for module in unit.modules}
@@ -109,6 +114,10 @@ class BoundPlan:
                 number = self._unit_of_destination[write.destination]
                 (direct if number is None else self._unit_writes[number]).append(write)
         self.live_replay = Replay(direct, self.live_tensors)
+        self._unit_destinations = {
+            number: tuple(dict.fromkeys(write.destination for write in writes))
+            for number, writes in self._unit_writes.items()
+        }
 
     def replayed_calls(self, model: torch.nn.Module) -> dict[str, list[tuple[torch.nn.Module, Call]]]:
         """Loader calls behind the copies of each name, in modules that want to be told; worked out once."""
@@ -183,25 +192,17 @@ class BoundPlan:
                 regions[destination.path].append((replace(write.dest, offset=offset), write.name))
         return regions
 
-    def whole_names(self, buckets: tuple[Bucket, ...]) -> tuple[str, ...] | None:
-        """The names in `buckets`, if each tensor there is known, whole, and in one of them alone; else None.
+    def packing(self, buckets: tuple[Bucket, ...]) -> Packing | None:
+        """What `buckets` hold, if each tensor there is known, whole, and in one of them alone; else None.
 
         Worked out once for the same bucket objects, as mapped memory gives them at every push.
         """
         key = tuple(map(id, buckets))
-        known = self._whole_names.get(key)
+        known = self._packings.get(key)
         if known is None:
-            chunks = [chunk for bucket in buckets for chunk in bucket.chunks]
-            names = tuple(chunk.name for chunk in chunks)
-            is_whole = len(set(names)) == len(names) and all(
-                (entry := self.entries.get(chunk.name)) is not None
-                and chunk.start == 0
-                and chunk.num_bytes == entry.num_bytes
-                for chunk in chunks
-            )
-            if len(self._whole_names) >= NUM_PACKINGS_KEPT:
-                self._whole_names.clear()
-            known = self._whole_names[key] = (buckets, names if is_whole else None)
+            if len(self._packings) >= NUM_PACKINGS_KEPT:
+                self._packings.clear()
+            known = self._packings[key] = (buckets, packing_of(buckets, self.entries))
         return known[1]
 
     def is_bound_to(self, live: LiveTensors, units: Sequence[Unit]) -> bool:
@@ -224,16 +225,28 @@ class BoundPlan:
         return paths
 
     def staged_replay(self, staging: Staging) -> Replay:
-        """The copies of all names into one unit's staged tensors."""
-        tensors: dict[int, torch.Tensor] = {}
-        writes: list[Write] = []
-        for write in self._unit_writes[staging.unit.number]:
-            destination = self.plan.destinations[write.destination]
-            tensor = tensors.setdefault(write.destination, _staged(staging, destination))
-            shift = int(tensor.storage_offset()) * tensor.dtype.itemsize - destination.region.offset
-            dest = replace(write.dest, offset=write.dest.offset + shift) if shift else write.dest
-            writes.append(replace(write, dest=dest) if shift else write)
-        return Replay(writes, tensors)
+        """The copies of all names into one unit's staged tensors.
+
+        There is one per unit: its tables stay from push to push, while the caller releases it before what is staged is
+        dropped.
+        """
+        number = staging.unit.number
+        tensors = {
+            index: _staged(staging, self.plan.destinations[index]) for index in self._unit_destinations.get(number, ())
+        }
+        shifts = [
+            int(tensor.storage_offset()) * tensor.dtype.itemsize - self.plan.destinations[index].region.offset
+            for index, tensor in tensors.items()
+        ]
+        known = self._staged_replays.get(number)
+        if known is not None and known[0] == shifts:
+            known[1].bind(tensors)
+            return known[1]
+        by_index = dict(zip(tensors, shifts, strict=True))
+        writes = [_shifted(write, by_index[write.destination]) for write in self._unit_writes.get(number, ())]
+        replay = Replay(writes, tensors, max_tables=NUM_UNIT_TABLES_KEPT)
+        self._staged_replays[number] = (shifts, replay)
+        return replay
 
     def _entry(self, plan: NamePlan, dtype: torch.dtype, shape: torch.Size, num_bytes: int) -> Entry:
         indices = set(plan.destinations) | {write.destination for write in plan.writes}
@@ -261,6 +274,10 @@ def _shape_of(units: Sequence[Unit]) -> list[tuple[tuple[str, ...], frozenset[st
 
 def _unit_of(destination: Destination, unit_of: Mapping[str, int]) -> int | None:
     return unit_of.get(destination.module)
+
+
+def _shifted(write: Write, num_bytes: int) -> Write:
+    return replace(write, dest=replace(write.dest, offset=write.dest.offset + num_bytes)) if num_bytes else write
 
 
 def _staged(staging: Staging, destination: Destination) -> torch.Tensor:

@@ -8,6 +8,7 @@ names ----> checked as a batch: unknown, twice, wrong shape or dtype -> error, n
 intake = Intake(...)
 intake.take([(name, tensor), ...])
 intake.take_bucket(bucket, buffer)
+intake.take_buckets([(bucket, buffer), ...])     # known ones: by units, nothing per tensor
 intake.drain()
 """
 
@@ -22,11 +23,12 @@ import torch
 from weightsync.errors import CoverageError, LayoutError, ReloadError, shown
 from weightsync.plan.loading import Loader
 from weightsync.plan.replay import Replay
-from weightsync.reload.assemble import Parts, part_of
+from weightsync.reload.assemble import Parts
 from weightsync.reload.direct import BoundPlan, Entry
 from weightsync.reload.held import HeldTensors
 from weightsync.reload.hook_runner import HookRunner
 from weightsync.reload.layerwise import Staging, Unit
+from weightsync.reload.packing import Group, tensors_of
 from weightsync.reload.partial import Partial
 from weightsync.reload.schedule import Schedule, Step, peak_held_bytes
 from weightsync.reload.scopes import Scope
@@ -34,6 +36,7 @@ from weightsync.transport.buckets import Bucket
 
 HeldPolicy = Literal["spill", "refuse", "write_through"]
 Named = tuple[str, torch.Tensor]
+Filled = tuple[Bucket, torch.Tensor]
 Arrival = tuple[str, torch.Tensor | None]  # None: written already, but a unit may have waited for it
 
 
@@ -313,7 +316,7 @@ class Intake:
             self._late |= {*late, number}
             self.schedule.keep_open(number, late)
         for key in [key for key in self._replays if key[0] == number]:
-            del self._replays[key]
+            self._replays.pop(key).release()
 
     def _write_staged(self, unit: int, name: str, tensor: torch.Tensor) -> None:
         if self.entries[name].is_copy:
@@ -322,11 +325,14 @@ class Intake:
             self._interpret(name, tensor)
 
     def _copy_staged(self, unit: int, tensors: Sequence[Named]) -> None:
-        for index, bound in enumerate(self.plans):
-            replay = self._replays.get((unit, index))
-            if replay is None:
-                replay = self._replays[unit, index] = bound.staged_replay(self.staged[unit])
-            replay.copy_tensors(tensors)
+        for index in range(len(self.plans)):
+            self._staged_replay(unit, index).copy_tensors(tensors)
+
+    def _staged_replay(self, unit: int, index: int) -> Replay:
+        replay = self._replays.get((unit, index))
+        if replay is None:
+            replay = self._replays[unit, index] = self.plans[index].staged_replay(self.staged[unit])
+        return replay
 
     # --- loaders
 
@@ -386,33 +392,53 @@ class Intake:
                 bound.live_replay.copy_bucket(bucket, buffer)
         self._route(arrivals)
 
-    def take_buckets(self, filled: Sequence[tuple[Bucket, torch.Tensor]]) -> None:
-        """Takes several packed buffers that are valid at the same time; on a GPU, live copies of all are one launch.
+    def take_buckets(self, filled: Sequence[Filled]) -> None:
+        """Takes several packed buffers that are valid at the same time.
+
+        On a GPU, live copies of all are one launch. Staged ones go unit by unit, wherever each tensor lies, so that
+        nothing has to be held; a unit of plain copies is one launch, too.
 
         Raises:
             CoverageError, LayoutError: As `take_bucket`; buckets before the one at fault may have been written.
         """
         bound = self.plans[0]
-        names = None
+        packing = None
         if len(self.plans) == 1 and not self._parts.ranges:
-            names = bound.whole_names(tuple(bucket for bucket, _ in filled))
+            packing = bound.packing(tuple(bucket for bucket, _ in filled))
         fits = all(bucket.num_bytes_reached <= buffer.numel() for bucket, buffer in filled)
-        if names is None or not fits or not self.received.keys().isdisjoint(names):
+        if packing is None or not fits or not self.received.keys().isdisjoint(packing.names):
             for bucket, buffer in filled:
                 self.take_bucket(bucket, buffer)
             return
-        if not bound.is_all_direct:  # unit by unit, wherever each tensor lies, so that nothing has to be held
-            entries = bound.entries
-            tensors = [
-                (chunk.name, part_of(buffer, chunk, entries[chunk.name]))
-                for bucket, buffer in filled
-                for chunk in bucket.chunks
-            ]
-            self.take(sorted(tensors, key=lambda pair: entries[pair[0]].units))
+        self._note_received(packing.names)
+        if packing.direct:
+            self._about_to_write_live(packing.direct)
+            if bound.is_all_direct:
+                bound.live_replay.copy_buckets(filled)
+            else:
+                self._copy_parts(bound.live_replay, filled)
+        for group in packing.groups:
+            self._take_group(group, [(bucket, filled[place][1]) for place, bucket in group.parts])
+
+    def _take_group(self, group: Group, filled: Sequence[Filled]) -> None:
+        """Takes the tensors of one group: at once where nothing of it has to be held or interpreted."""
+        schedule = self.schedule
+        if not group.is_plain or not (schedule.takes(group.units[0]) if group.units else not self.staged):
+            self._route(list(tensors_of(filled, self.entries)))
             return
-        self._note_received(names)
-        self._about_to_write_live(names)
-        bound.live_replay.copy_buckets(filled)
+        for unit in group.units:
+            for step in schedule.arrive_together(unit):
+                self._carry_out(step)
+            self._copy_parts(self._staged_replay(unit, 0), filled)
+        for step in schedule.arrived_together(group.needed_by):
+            self._carry_out(step)
+
+    def _copy_parts(self, replay: Replay, filled: Sequence[Filled]) -> None:
+        """Copies whole tensors out of buffers; those on another device go there one by one, in bounded memory."""
+        if {buffer.device for _, buffer in filled} == replay.devices:
+            replay.copy_buckets(filled)
+        else:
+            replay.copy_tensors(tensors_of(filled, self.entries))
 
     # --- the end
 
@@ -436,6 +462,8 @@ class Intake:
     def close(self) -> None:
         """Drops everything staged and held."""
         self.staged.clear()
+        for replay in self._replays.values():
+            replay.release()
         self._replays.clear()
         self._parts.close()
         self._together.clear()

@@ -72,6 +72,10 @@ class Schedule:
         """Whether a unit is open that is not late."""
         return bool(self._open - self._late)
 
+    def takes(self, unit: int) -> bool:
+        """Whether a tensor of this unit would be written at once, and not held."""
+        return unit in self._open or unit in self._late or not self.is_staging
+
     def arrive(self, name: str, *, can_hold: bool) -> Iterator[Step]:
         """What to do with a tensor that arrived.
 
@@ -80,9 +84,8 @@ class Schedule:
             can_hold: Whether it may be held; else its unit is opened beside an open one.
         """
         for unit in self.routes.get(name, ()):
-            if unit not in self._open and (unit in self._late or not self.is_staging or not can_hold):
-                yield from self._opened(unit)
-            if unit in self._open:
+            if not can_hold or self.takes(unit):
+                yield from self.arrive_together(unit)
                 yield Step("write", unit, name)
                 continue
             self._waiting.setdefault(unit, {})[name] = None
@@ -98,10 +101,23 @@ class Schedule:
             name: Its name.
             units: The units that count it.
         """
-        for unit in units:
+        yield from self.arrived_together(dict.fromkeys(units, (name,)))
+
+    def arrive_together(self, unit: int) -> Iterator[Step]:
+        """What to do before tensors are written that this unit takes."""
+        if unit not in self._open:
+            yield from self._opened(unit)
+
+    def arrived_together(self, names: Mapping[int, Collection[str]]) -> Iterator[Step]:
+        """`arrived` for several names at once.
+
+        Args:
+            names: Names by the units that count them.
+        """
+        for unit, of_unit in names.items():
             left = self._left.get(unit)
             if left is not None:
-                left.discard(name)
+                left.difference_update(of_unit)
         yield from self._finish_complete()
 
     def drain(self) -> Iterator[Step]:

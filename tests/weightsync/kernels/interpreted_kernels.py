@@ -46,6 +46,7 @@ def test_random_plans(seed):
         kernel_checks.check_every_alignment_and_run_length,
         kernel_checks.check_tiles_of_long_and_of_transposed_copies,
         kernel_checks.check_sources_can_be_exchanged,
+        kernel_checks.check_destinations_can_be_exchanged,
     ],
 )
 def test_copies(check):

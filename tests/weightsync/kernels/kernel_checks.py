@@ -95,6 +95,28 @@ def check_sources_can_be_exchanged(device: str, backend: Backend) -> None:
         assert torch.equal(live, source)
 
 
+def check_destinations_can_be_exchanged(device: str, backend: Backend) -> None:
+    """The table writes to whatever storages are bound last, to each its part, and to none that were released."""
+    wires = {str(key): random_bytes(48, key) for key in (3, 7)}
+    writes = [Write(name, int(name), Region(5, (48,), (1,), 1), Region(0, (48,), (1,), 1)) for name in wires]
+    sources = [wire.to(device) for wire in wires.values()]
+    expected = {key: torch.cat([torch.zeros(5, dtype=torch.uint8), wires[str(key)]]) for key in (3, 7)}
+    written: list[dict[int, torch.Tensor]] = []
+    copy: SegmentCopy | None = None
+    for _ in range(3):
+        written.append({key: torch.zeros(53, dtype=torch.uint8, device=device) for key in (3, 7)})
+        if copy is None:
+            copy = SegmentCopy(compile_segments(writes), written[-1], backend=backend)
+        else:
+            copy.bind_destinations(written[-1])
+        copy.run(sources)
+        for key, storage in written[-1].items():
+            assert torch.equal(storage.cpu(), expected[key])
+            storage.zero_()
+        copy.release_destinations()
+    assert not any(storage.any() for storages in written for storage in storages.values())
+
+
 def check_addresses_are_uploaded_only_when_they_change(device: str) -> None:
     """A push of the same mapped memory writes nothing to the table on the device."""
     region = Region.of(torch.zeros(64, dtype=torch.uint8))

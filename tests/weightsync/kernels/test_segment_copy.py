@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 
 import kernel_checks
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -37,6 +40,7 @@ def test_random_plans_copy_the_bytes_that_torch_copies(seed):
         kernel_checks.check_every_alignment_and_run_length,
         kernel_checks.check_tiles_of_long_and_of_transposed_copies,
         kernel_checks.check_sources_can_be_exchanged,
+        kernel_checks.check_destinations_can_be_exchanged,
     ],
 )
 def test_the_torch_backend_passes_the_kernel_checks(check):
@@ -82,6 +86,37 @@ def test_a_view_stands_for_its_whole_storage():
     assert view.data_ptr() == base.data_ptr()
 
 
+def test_released_destinations_are_let_go_and_nothing_is_copied_before_others_are_bound():
+    memory = np.zeros(64, np.uint8)
+    alive = weakref.ref(memory)
+    copy = SegmentCopy(compile_segments([whole(64)]), {0: torch.from_numpy(memory)})
+    source = torch.ones(64, dtype=torch.uint8)
+    copy.bind_sources([source])
+    copy.release_destinations()
+    del memory
+    gc.collect()
+    assert alive() is None
+    with pytest.raises(ReloadError, match="no sources are bound"):
+        copy.launch()
+    with pytest.raises(ReloadError, match="bind_destinations"):
+        copy.run([source])
+
+
+def test_destinations_that_do_not_fit_are_refused_and_the_old_ones_stay():
+    live = torch.zeros(64, dtype=torch.uint8)
+    copy = SegmentCopy(compile_segments([whole(64)]), {0: live})
+    for other, message in (
+        (torch.zeros(63, dtype=torch.uint8), "leave their destination storage"),
+        (torch.zeros(64, dtype=torch.uint8, device="meta"), "serves one device"),
+    ):
+        with pytest.raises(LayoutError, match=message):
+            copy.bind_destinations({0: other})
+    with pytest.raises(LayoutError, match="no storage was given"):
+        copy.bind_destinations({})
+    copy.run([torch.ones(64, dtype=torch.uint8)])
+    assert live.all()
+
+
 def test_an_empty_table_needs_no_storage_and_copies_nothing():
     copy = SegmentCopy(compile_segments([], [[]]), {})
     copy.run([torch.zeros(0, dtype=torch.uint8)])
@@ -119,6 +154,7 @@ def test_random_plans_on_the_gpu():
         kernel_checks.check_every_alignment_and_run_length,
         kernel_checks.check_tiles_of_long_and_of_transposed_copies,
         kernel_checks.check_sources_can_be_exchanged,
+        kernel_checks.check_destinations_can_be_exchanged,
     ],
 )
 def test_kernel_checks_on_the_gpu(check):

@@ -26,4 +26,4 @@ def test_kernels_copy_and_digest_the_right_bytes_in_the_interpreter():
     if NO_INTERPRETER in result.stdout:
         pytest.skip(NO_INTERPRETER)
     assert result.returncode == 0, result.stdout[-8000:] + result.stderr[-2000:]
-    assert "17 passed" in result.stdout, result.stdout[-2000:]
+    assert "18 passed" in result.stdout, result.stdout[-2000:]

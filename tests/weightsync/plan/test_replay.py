@@ -248,6 +248,58 @@ def test_old_storages_are_let_go_when_others_are_bound():
     assert old.is_freed_without_us()
 
 
+def test_storages_of_the_same_sizes_keep_the_tables(monkeypatch):
+    writes, live, wires = one_expert()
+    replay = Replay(writes, {0: live})
+    bucket, whole = Bucket((Chunk("w1", 0, 64, 0),), 256), list(wires.items())
+    replay.copy_bucket(bucket, torch.ones(64, dtype=torch.uint8))
+    compiled = []
+    real = replay_module.compile_segments
+    monkeypatch.setattr(replay_module, "compile_segments", lambda *args: compiled.append(args) or real(*args))
+    for value in range(3):
+        replay.release()
+        new = torch.zeros_like(live)
+        replay.bind({0: new})
+        replay.copy_bucket(bucket, torch.full((64,), value + 1, dtype=torch.uint8))
+        assert new.view(torch.uint8)[:8].eq(value + 1).all()
+    assert compiled == []
+    larger = torch.zeros(256, dtype=torch.uint8)
+    replay.bind({0: larger})  # another size: proved and laid out anew
+    replay.copy_tensors(whole)
+    assert len(compiled) > 0
+    assert larger.view(torch.uint8)[:128].eq(_written_once(writes, wires)).all()
+
+
+def _written_once(writes, wires):
+    live = torch.zeros(128, dtype=torch.uint8)
+    Replay(writes, {0: live}).copy_tensors(list(wires.items()))
+    return live
+
+
+def test_a_released_replay_keeps_nothing_and_copies_nothing():
+    writes, _, wires = one_expert()
+    old = FreedMemory(128)
+    replay = Replay(writes, {0: old.tensor})
+    bucket = Bucket((Chunk("w1", 0, 64, 0),), 256)
+    replay.copy_tensors(list(wires.items()))
+    replay.copy_bucket(bucket, torch.zeros(64, dtype=torch.uint8))
+    replay.release()
+    assert old.is_freed_without_us()
+    with pytest.raises(LayoutError, match="released"):
+        replay.copy_tensors(list(wires.items()))
+    with pytest.raises(LayoutError, match="released"):
+        replay.copy_bucket(bucket, torch.zeros(64, dtype=torch.uint8))
+
+
+def test_tables_are_kept_for_so_many_sets_of_buckets():
+    writes, live, _ = one_expert()
+    replay = Replay(writes, {0: live}, max_tables=2)
+    for offset in range(5):
+        replay.copy_bucket(Bucket((Chunk("w1", 0, 64, offset),), 256), torch.ones(80, dtype=torch.uint8))
+        assert len(replay._parts[0]._compiled) <= 2
+        assert len(replay._parts[0]._recent) <= 2
+
+
 def test_a_one_pass_iterator_never_holds_more_than_the_bound(monkeypatch):
     monkeypatch.setattr(replay_module, "MAX_HELD_BYTES", 4 * 64)
     live = torch.zeros(32, 64, dtype=torch.uint8)
