@@ -13,7 +13,8 @@ shard in the wrong place gives a wrong output here too. It can round where a ker
     sm100_mxfp8   MXFP8 1x32        weight, then MXFP8 1x32                            the same
     sm100_bf16    bf16              weight, then bf16                                  the same
     sm100_nvfp4   NVFP4, per token  E2M1 + E4M3 1x16 times one scale for all experts   bf16, then the weight
-    sm90_fp8      E4M3, f32 1x128   weight, then E4M3 with f32 per 64 or 128 columns   bf16 per (token, expert), f32 sum
+    sm90_fp8      E4M3, f32 1x128   weight, then E4M3: a power of two per 64 columns   bf16 per (token, expert), f32 sum
+                                    (0.1.x of sgl-deep-gemm), or f32 per 128
 
 Use:
 
@@ -34,6 +35,7 @@ import torch.distributed as dist
 
 from megamoe_adapter.activation import MegaMoEActivation
 from megamoe_adapter.formats import Format
+from megamoe_adapter.quantize import exponent_of, power_of_two
 from megamoe_adapter.staging import (
     dequantize_fp8,
     dequantize_mxfp8,
@@ -44,7 +46,7 @@ from megamoe_adapter.staging import (
 )
 
 PRECISIONS = ("kernel", "exact")
-SM90_L2_GROUP = 64  # sgl-deep-gemm 0.1.x; 0.2.5 quantises the second GEMM's input per 128 columns
+SM90_L2_GROUP = 64  # sgl-deep-gemm 0.1.x; 0.2.5 quantises the second GEMM's input per 128 columns, with other scales
 
 Rounding = Callable[[torch.Tensor], torch.Tensor]
 
@@ -112,7 +114,8 @@ class Numerics:
         if precision == "exact":
             return cls(_same, _same, _same, _same, weight_before_hidden)
         if fmt.arch == "sm90":
-            return cls(_fp8(128), _same, _fp8(l2_group), _bf16)
+            hidden = _fp8_by_powers_of_two if l2_group == SM90_L2_GROUP else _fp8
+            return cls(_fp8(128), _same, hidden(l2_group), _bf16)
         if fmt.has_global_scales:
             return cls(_nvfp4(None), _bf16, _nvfp4(l2_activation_scale), _bf16, weight_before_hidden)
         between = _bf16 if fmt.scale is None else _mxfp8
@@ -237,6 +240,17 @@ def _mxfp8(x: torch.Tensor) -> torch.Tensor:
 def _fp8(group: int) -> Rounding:
     def rounding(x: torch.Tensor) -> torch.Tensor:
         return dequantize_fp8(*quantize_tokens_fp8(x, group), group)
+
+    return rounding
+
+
+def _fp8_by_powers_of_two(group: int) -> Rounding:
+    """The scale is the least power of two by which nothing exceeds 448, as the 0.1.x kernel has it between GEMMs."""
+
+    def rounding(x: torch.Tensor) -> torch.Tensor:
+        groups = x.unflatten(-1, (-1, group))
+        scale = power_of_two(exponent_of(groups.abs().amax(-1)).clamp(min=1) - 127).unsqueeze(-1)
+        return ((groups / scale).to(torch.float8_e4m3fn).float() * scale).flatten(-2)
 
     return rounding
 
