@@ -250,7 +250,8 @@ def _fp8_by_powers_of_two(group: int) -> Rounding:
     def rounding(x: torch.Tensor) -> torch.Tensor:
         groups = x.unflatten(-1, (-1, group))
         scale = power_of_two(exponent_of(groups.abs().amax(-1)).clamp(min=1) - 127).unsqueeze(-1)
-        return ((groups / scale).to(torch.float8_e4m3fn).float() * scale).flatten(-2)
+        rounded: torch.Tensor = (groups / scale).to(torch.float8_e4m3fn).float() * scale
+        return rounded.flatten(-2)
 
     return rounding
 
