@@ -85,7 +85,8 @@ class HookRunner:
         self._assigned: dict[int, set[str]] = {}  # by `id` of the holder, over the whole session
         self._read: set[str] = set()  # live tensors that the last run read
         self._processed: set[str] = set()  # modules whose own hooks have run
-        self._inference = any(parameter.is_inference() for parameter in model.parameters())
+        tensors = (slot.slot.tensor for slot in live.by_path.values() if slot.slot.kind == "parameter")
+        self._inference = any(tensor.is_inference() for tensor in tensors)
 
     @property
     def reach(self) -> Mapping[str, frozenset[str]]:

@@ -68,6 +68,8 @@ def build_units(
         reach: Modules that a hook is known to look into, outside its own and those below, by the hook's name.
     """
     layerwise = [path for path, mode in modes.items() if mode.mode == "layerwise"]
+    if not layerwise:
+        return []
     groups = _Groups(layerwise)
     hooks = list(hooks)
     early: dict[str, list[Hook]] = {}
