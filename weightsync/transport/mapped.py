@@ -19,6 +19,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 
@@ -144,7 +145,7 @@ class MappedSender(Sender):
         other tensors are staged.
         """
         residents = {target: feed.resident() for target, feed in self._feeds.items()}
-        tensors = [t for by_name in residents.values() if by_name for t in by_name.values()]
+        tensors = list(chain.from_iterable(by_name.values() for by_name in residents.values() if by_name))
         layout = (list(map(_ADDRESS, tensors)), list(map(_IS_CONTIGUOUS, tensors)))
         unchanged = layout == self._layout and all(map(self._exporter.is_current, self._allocations))
         if self._offer is None or not unchanged:

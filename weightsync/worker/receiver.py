@@ -179,7 +179,7 @@ class Receiver:
     def _since(self, sent: object, received: float) -> float:
         """When a call began. A trainer on this host says so by the clock that both share: the call may have waited."""
         session = self._session
-        if sent is None or session is None or session.hello.facts.get("host") != local_facts(self.device).host:
+        if sent is None or session is None or not session.shares_clock:
             return received
         if isinstance(sent, bool) or not isinstance(sent, float | int):
             raise ProtocolError(f"{control.SENT} must be a number, got {sent!r:.80}")
@@ -241,7 +241,8 @@ class Receiver:
                 target: plan_target(self.targets[target], manifest, hello.mode, hello.scope, self._ignore, hello.casts)
                 for target, manifest in manifests.items()
             }
-            self._session = Session(hello, plans)
+            facts = local_facts(self.device)
+            self._session = Session(hello, plans, shares_clock=hello.facts["host"] == facts.host)
         accept = Accept(
             protocol=control.PROTOCOL_VERSION,
             session_id=hello.session_id,
@@ -252,7 +253,7 @@ class Receiver:
             state=self.state,
             bucket_bytes=hello.bucket_bytes,
             targets={target: control.encode(target_accept(plan)) for target, plan in plans.items()},
-            facts=control.encode(local_facts(self.device)),
+            facts=control.encode(facts),
         )
         return control.encode(accept)
 

@@ -36,6 +36,7 @@ class Session:
     Attributes:
         hello: What the trainer said.
         plans: Target -> what was agreed.
+        shares_clock: Whether the trainer is on this host, so that its monotonic clock is ours.
         heard: When the trainer's last call ended, by the monotonic clock.
         link: The transport's half here, once an offer was connected.
         generation: Names the offer that is connected.
@@ -46,6 +47,7 @@ class Session:
 
     hello: Hello
     plans: dict[str, TargetPlan]
+    shares_clock: bool = False
     heard: float = field(default_factory=time.monotonic)
     link: Link | None = None
     generation: str = ""

@@ -433,3 +433,12 @@ def test_a_second_part_that_the_trainer_sent_long_ago_is_refused(world):
     with pytest.raises(TransportTimeout, match="given the push up"):
         world.receiver.call(control.PUSH, InParts(head, lambda seconds: (late, 1e18)), DEADLINE)
     assert world.receiver.version is None
+
+
+def test_the_clock_of_another_host_says_nothing(world):
+    head, tail = head_and_tail(world)
+    assert world.session.shares_clock
+    world.session.shares_clock = False
+    foreign = {**tail, control.SENT: -1e9}
+    world.receiver.call(control.PUSH, InParts(head, lambda seconds: (foreign, 1e18)), DEADLINE)
+    world.expect(3)
