@@ -31,13 +31,14 @@ from weightsync.reload.records import TensorLayout, equal_bytes
 from weightsync.reload.scopes import (
     ABSENT,
     MUTABLE,
+    Container,
     Scope,
     has_tensors,
+    in_place,
     is_outer,
     is_single,
     same_plain,
     tensors_in,
-    with_containers,
 )
 
 if TYPE_CHECKING:
@@ -63,6 +64,7 @@ class FirstLoad:
         self._records = records
         self._hooks = hooks
         self._state = state
+        self._names: dict[int, _Names] = {}  # by `id` of a recorded scope
         self._changed: dict[str, tuple[Any, Scope, Any]] = {}  # path -> the object that has that name, scope, name
         self._abroad: dict[str, list[tuple[str, str]]] = {}  # name of a hook -> paths changed in other modules
         self._tensors: set[str] = set()
@@ -157,42 +159,51 @@ class FirstLoad:
                 stack += value
             elif isinstance(value, MUTABLE):
                 stack += value.values() if isinstance(value, dict) else value
-            owner: Any = value
             for path, scope in self._scopes_of(value, stack):
-                owner = owner if scope.registry == "items" else scope.holder
-                was = scope.read()
-                found.append(_Was(path, scope, owner, was, self._copies(scope, was)))
-                stack += was.values()
-                self._reads_left -= 1
+                self._read_scope(path, scope, scope.holder, found, stack)
             if self._reads_left < 0:
                 return None
         return found
 
-    def _scopes_of(self, value: Any, stack: list[Any]) -> Iterator[tuple[str, Scope]]:
-        """What was recorded of an object and its containers, each with its module; of a module, all that is its own."""
-        scopes = self._by_holder.get(id(value), [])
+    def _read_scope(self, path: str, scope: Scope, owner: Any, found: list[_Was], stack: list[Any]) -> None:
+        """Reads one holder, and the containers that were recorded of it."""
+        names = self._names_of(scope)
+        if scope.registry == "parameters" and not names.small:
+            return
+        self._reads_left -= 1
+        was = scope.read()
+        found.append(_Was(path, scope, owner, was, _copies(scope, names.small, was) if names.small else {}))
+        stack += was.values()
+        for name in names.containers:
+            _, parts = in_place(scope.values[name], was.get(name, ABSENT), scope.path_of(name))
+            for holder, part, where in parts:
+                self._read_scope(path, Scope(holder, "items", where, part.labelled()), owner, found, stack)
+
+    def _names_of(self, scope: Scope) -> _Names:
+        """Which of its names hold what; kept for the holders that were recorded, not for the containers in them."""
+        names = self._names.get(id(scope))
+        if names is None:
+            tensors = {n: list(tensors_in(v, ABSENT)) for n, v in scope.values.items() if not is_single(v)}
+            small = [n for n, found in tensors.items() if any(_is_small(scope, layout) for _, layout, _ in found)]
+            names = _Names(small, [n for n, v in scope.values.items() if isinstance(v, Container)])
+            if scope.registry != "items":
+                self._names[id(scope)] = names
+        return names
+
+    def _scopes_of(self, value: Any, stack: list[Any]) -> list[tuple[str, Scope]]:
+        """What was recorded of an object, each with its module; of a module all that is its own."""
         if isinstance(value, torch.nn.Module):
             stack += value._modules.values()
             record = self._records.get(value)
-            scopes = [(record.path, scope) for scope in (*record.scopes, *record.outer)] if record is not None else []
-        for path, scope in scopes:
-            for each in with_containers([scope]):
-                yield path, each
-
-    def _copies(self, scope: Scope, was: Mapping[Any, Any]) -> dict[str, Any]:
-        """The bytes and addresses of small tensors that no checkpoint fills, by path."""
-        copies = {}
-        for name, value in scope.values.items():
-            for rest, layout, tensor in tensors_in(value, was.get(name, ABSENT)):
-                is_loaded = scope.registry == "parameters" and layout.attributes.get("weight_loader_numel") != 0
-                if layout.block.start is not None and not is_loaded and _is_plain_tensor(tensor):
-                    copies[scope.path_of(name) + rest] = (tensor, tensor.detach().clone(), address(tensor))
-        return copies
+            return [(record.path, scope) for scope in (*record.scopes, *record.outer)] if record is not None else []
+        return self._by_holder.get(id(value), [])
 
     def _compare(self, before: Sequence[_Was], hook: Hook) -> None:
         for module, scope, owner, was, copies in before:
-            changed: list[str] = []
             now = scope.read()
+            if not copies and list(map(id, now.values())) == list(map(id, was.values())) and now.keys() == was.keys():
+                continue
+            changed: list[str] = []
             for name in was.keys() | now.keys():
                 old, new = was.get(name, ABSENT), now.get(name, ABSENT)
                 recorded = scope.values.get(name, ABSENT)
@@ -219,6 +230,28 @@ class _Was(NamedTuple):
     owner: Any
     values: dict[Any, Any]
     copies: dict[str, Any]
+
+
+class _Names(NamedTuple):
+    """Names of one holder: of small tensors that no checkpoint fills, and of containers."""
+
+    small: list[Any]
+    containers: list[Any]
+
+
+def _is_small(scope: Scope, layout: TensorLayout) -> bool:
+    is_loaded = scope.registry == "parameters" and layout.attributes.get("weight_loader_numel") != 0
+    return layout.block.start is not None and not is_loaded
+
+
+def _copies(scope: Scope, names: Sequence[Any], was: Mapping[Any, Any]) -> dict[str, Any]:
+    """The bytes and addresses of small tensors, by path."""
+    return {
+        scope.path_of(name) + rest: (tensor, tensor.detach().clone(), address(tensor))
+        for name in names
+        for rest, layout, tensor in tensors_in(scope.values[name], was.get(name, ABSENT))
+        if _is_small(scope, layout) and _is_plain_tensor(tensor)
+    }
 
 
 def _found_by_hooks(scope: Scope, name: Any, value: Any) -> None:
