@@ -204,6 +204,16 @@ def test_a_unit_with_an_interpreted_name_falls_back_alone(looked_at):
     assert state_bytes(model) == state_bytes(cold(build(["none", "loader", "derive"], is_tied=False, ran=[]), weights))
 
 
+def test_a_unit_waits_while_another_is_open_that_is_not_complete():
+    layers = {name: Layer(w=zeros(4), b=zeros(2)) for name in ("l0", "l1")}
+    weights = {"l0.w": codes(1, 4), "l1.w": codes(9, 4), "l0.b": codes(20, 2), "l1.b": codes(30, 2)}
+    model = cold(Net(**layers), {name: torch.zeros_like(tensor) for name, tensor in weights.items()})
+    calls = [[packed(weights, ["l0.w", "l1.w"])], [packed(weights, ["l0.b", "l1.b"])]]
+    report = push(model, weights, calls, mode="layerwise")
+    assert (report.peak_held_bytes, report.peak_staged_bytes) == (16, 24)
+    assert [model.get_parameter(name).tolist() for name in weights] == [tensor.tolist() for tensor in weights.values()]
+
+
 def test_tensors_on_another_device_go_there_one_by_one(looked_at, monkeypatch):
     model = cold(Net(a=Layer(w=zeros(4)), b=Layer(w=zeros(4))), {"a.w": zeros(4), "b.w": zeros(4)})
     weights = {"a.w": codes(1, 4), "b.w": codes(9, 4)}
