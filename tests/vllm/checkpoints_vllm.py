@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 VOCAB = 128
+MAX_TOKENS = 1 << 19  # of a Llama's request: more than any machine generates while a test waits for something else
 SEEDS = {"a": 1, "b": 2, "c": 3, "d": 4, "e": 5, "f": 6}
 _COMMON: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -32,6 +33,7 @@ _COMMON: dict[str, Any] = {
     "num_attention_heads": 4,
 }
 _GROUPED = {"num_key_value_heads": 2, "head_dim": 32}
+_LLAMA = {**_COMMON, **_GROUPED, "num_hidden_layers": 2, "max_position_embeddings": MAX_TOKENS}
 _ROUTED = {
     "moe_intermediate_size": 32,
     "n_routed_experts": 8,
@@ -50,17 +52,17 @@ ARCHITECTURES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": (
         "LlamaConfig",
         "LlamaForCausalLM",
-        {**_COMMON, **_GROUPED, "num_hidden_layers": 2, "tie_word_embeddings": False},
+        {**_LLAMA, "tie_word_embeddings": False},
     ),
     "llama_tied": (
         "LlamaConfig",
         "LlamaForCausalLM",
-        {**_COMMON, **_GROUPED, "num_hidden_layers": 2, "tie_word_embeddings": True},
+        {**_LLAMA, "tie_word_embeddings": True},
     ),
     "llama_int8": (
         "LlamaConfig",
         "LlamaForCausalLM",
-        {**_COMMON, **_GROUPED, "num_hidden_layers": 2, "tie_word_embeddings": False},
+        {**_LLAMA, "tie_word_embeddings": False},
     ),
     "glm4_moe": (
         "Glm4MoeConfig",

@@ -24,7 +24,7 @@ from checkpoints_vllm import locked
 
 JOB_SECONDS = 480
 ENVIRONMENT = {
-    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else every engine takes the same core
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",

@@ -19,7 +19,15 @@ def engine(checkpoint: str, **options: Any) -> Any:
     """A vLLM engine in this process."""
     from vllm import LLM
 
-    return LLM(checkpoint, skip_tokenizer_init=True, enforce_eager=True, max_model_len=256, **options)
+    return LLM(
+        checkpoint,
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        max_model_len=256,
+        max_num_seqs=8,
+        kv_cache_memory_bytes=64 << 20,
+        **options,
+    )
 
 
 def tokens_of(llm: Any) -> list[list[int]]:

@@ -129,6 +129,14 @@ def test_a_pause_of_the_callers_own_is_left_alone():
     assert client.paused
 
 
+@pytest.mark.parametrize("pause", ["keep", "wait", "abort"])
+def test_the_call_that_starts_a_push_chooses_what_becomes_of_requests_in_flight_before_any_rank_starts(pause):
+    client = Client()
+    (answer,) = calls(client, (control.START, {"start_info": START, "pause": pause}))
+    assert client.log[:2] == [f"pause {pause}", control.START]
+    assert answer["paused"] == pause
+
+
 def test_publishing_does_not_carry_the_time_of_the_trainers_call():
     prepare, publish = finish_calls({"session_id": "s", control.SENT: 1.0, "weight_version": 3})
     assert prepare == {"session_id": "s", control.SENT: 1.0, "weight_version": 3, "phase": "prepare"}

@@ -1,6 +1,9 @@
-"""A trainer process that dies in the middle of a push: opens it, sends some tensors, says so, and waits to be killed.
+"""Trainers that get stuck in the middle of a push, and a process of one, which is killed.
 
-python trainer_vllm.py CHECKPOINT URL MODE DEADLINE_SECONDS
+client = half_pushed(source, url, names=None)           # open, and moved bytes; nothing is finished
+with killed_in_mid_push(checkpoint, url, "direct"):     # inside, a trainer process has sent half of the tensors
+
+python trainer_vllm.py CHECKPOINT URL MODE      # opens a push, sends half, says so, and waits to be killed
 """
 
 from __future__ import annotations
@@ -11,14 +14,55 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from checkpoints_vllm import read_checkpoint
 
+from weightsync.errors import WeightSyncError
+from weightsync.trainer.client import TrainerClient
+from weightsync.trainer.sources import TensorSource
+
+# Short, since tests wait for their end. Where the machine is too slow to open a push within one, the next is tried.
+DEADLINES = (10.0, 30.0, 90.0)
+
+
+def half_pushed(
+    source: TensorSource,
+    urls: str | list[str],
+    names: list[str] | None = None,
+    version: int | None = None,
+    **options: Any,
+) -> TrainerClient:
+    """A client whose push has begun and has moved bytes.
+
+    Args:
+        source: What it pushes.
+        urls: The engines.
+        names: The tensors that it has sent; None means all.
+        version: That it pushes; None means the next one.
+        **options: Of the client.
+
+    Raises:
+        WeightSyncError: It could not, with the longest of `DEADLINES` neither.
+    """
+    for deadline in DEADLINES:
+        client = TrainerClient(source, urls, deadline_seconds=deadline, **options)
+        try:
+            client.start(version=version)
+            client.update(names)
+        except WeightSyncError:
+            client.close()
+            if deadline == DEADLINES[-1]:
+                raise
+        else:
+            return client
+    raise AssertionError("no deadline is left")
+
 
 @contextlib.contextmanager
-def killed_in_mid_push(checkpoint: Path, url: str, mode: str, deadline_seconds: float) -> Iterator[None]:
+def killed_in_mid_push(checkpoint: Path, url: str, mode: str) -> Iterator[None]:
     """Inside, a trainer process has sent half of a checkpoint; afterwards it is dead."""
-    command = [sys.executable, __file__, str(checkpoint), url, mode, str(deadline_seconds)]
+    command = [sys.executable, __file__, str(checkpoint), url, mode]
     trainer = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         line = trainer.stdout.readline().strip()
@@ -32,16 +76,12 @@ def killed_in_mid_push(checkpoint: Path, url: str, mode: str, deadline_seconds: 
 
 def main() -> None:
     """Sends every other tensor."""
-    from weightsync.trainer.client import TrainerClient
-    from weightsync.trainer.sources import TensorSource
-
-    checkpoint, url, mode, deadline = Path(sys.argv[1]), sys.argv[2], sys.argv[3], float(sys.argv[4])
+    checkpoint, url, mode = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
     weights = dict(read_checkpoint(checkpoint))
-    client = TrainerClient(TensorSource(weights), url, mode=mode, deadline_seconds=deadline)
-    client.start()
-    client.update(list(weights)[::2])
+    client = half_pushed(TensorSource(weights), url, list(weights)[::2], mode=mode)
     print("half sent", flush=True)
     time.sleep(600)
+    client.close()
 
 
 if __name__ == "__main__":
