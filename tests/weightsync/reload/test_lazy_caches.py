@@ -138,7 +138,107 @@ class ByMatch(InNone):
         return self.cache
 
 
-KINDS = [AfterReturn, BySetattr, ByMatch, InNone, InDict, InList, InHelper, InProperty, InMethod, InTuple]
+class ByLocalName(InNone):
+    def forward(self) -> torch.Tensor:
+        cache = self.cache
+        if cache is None:
+            cache = self.build()
+            self.cache = cache
+        return cache
+
+
+class ByLocalDict(InDict):
+    def forward(self) -> torch.Tensor:
+        caches = self.caches
+        if "sink" not in caches:
+            caches["sink"] = self.build()
+        return caches["sink"]
+
+
+class ByWalrus(InNone):
+    def forward(self) -> torch.Tensor:
+        if (cache := self.cache) is None:
+            cache = self.cache = self.build()
+        return cache
+
+
+class ByRegistering(Sink):
+    def forward(self) -> torch.Tensor:
+        if not hasattr(self, "padded"):
+            self.register_buffer("padded", self.build(), persistent=False)
+        return self.padded
+
+
+class InBuffer(Sink):
+    def prepare(self) -> None:
+        self.register_buffer("padded", None)
+
+    def forward(self) -> torch.Tensor:
+        if self.padded is None:
+            self.padded = self.build()
+        return self.padded
+
+
+class Padder:
+    def __init__(self) -> None:
+        self.padded: torch.Tensor | None = None
+        self.inner = self
+
+    def get(self, build: Callable[[], torch.Tensor]) -> torch.Tensor:
+        if self.padded is None:
+            self.padded = build()
+        return self.padded
+
+    __call__ = get
+
+
+class ByHelper(Sink):
+    def prepare(self) -> None:
+        self.padder = Padder()
+
+    def forward(self) -> torch.Tensor:
+        return self.padder.get(self.build)
+
+
+class ByCalledHelper(ByHelper):
+    def forward(self) -> torch.Tensor:
+        return self.padder(self.build)
+
+
+class ByHelperOfHelper(ByHelper):
+    def forward(self) -> torch.Tensor:
+        return self.padder.inner.get(self.build)
+
+
+class Kernel:
+    def __init__(self, padded: torch.Tensor) -> None:
+        self.padded = padded
+
+
+class InKernel(Sink):
+    def prepare(self) -> None:
+        self.kernel: Kernel | None = None
+
+    def forward(self) -> torch.Tensor:
+        if self.kernel is None:
+            self.kernel = Kernel(self.build())
+        return self.kernel.padded
+
+
+KINDS = [
+    *(
+        ByLocalName,
+        ByLocalDict,
+        ByWalrus,
+        ByRegistering,
+        InBuffer,
+        ByHelper,
+        ByCalledHelper,
+        ByHelperOfHelper,
+        InKernel,
+    ),
+    *(AfterReturn, BySetattr, ByMatch, InNone, InDict, InList, InHelper, InProperty, InMethod, InTuple),
+]
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -244,3 +344,31 @@ def test_a_flag_that_says_that_a_cache_was_built_goes_with_it(mode: str) -> None
         assert [model.l().tolist() for _ in range(2)] == [[value] * 3 + [0]] * 2
         assert model.l().data_ptr() == address
         assert model.l.is_ready
+
+
+class Numbers(Sink):
+    """Keeps numbers that follow from the weights."""
+
+    def prepare(self) -> None:
+        self.largest: float | None = None
+        self.by_name: dict[str, float] = {}
+        self.calls = 0
+
+    def forward(self) -> list[float]:
+        self.calls += 1
+        if self.largest is None:
+            self.largest = float(self.w.data.max())
+        if "sum" not in self.by_name:
+            self.by_name["sum"] = float(self.w.data.sum())
+        return [self.largest, self.by_name["sum"]]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_numbers_that_forward_takes_from_weights_are_taken_again(mode: str) -> None:
+    model = cold(Net(l=Numbers()), {"l.w": full(1, 3)})
+    model.l()
+    for num_calls, value in enumerate((5, 7, 7), 2):
+        report = push(model, {"l.w": full(value, 3)}, mode)
+        assert sorted(report.rebuilt_on_forward) == ["l.by_name['sum']", "l.largest"]
+        assert model.l() == [value, 3 * value]
+        assert model.l.calls == num_calls
