@@ -29,6 +29,7 @@ from weightsync.reload.partial import Partial, Unsent
 from weightsync.reload.post_load import Hook, HookGuards, activation_dtype, declares_direct, names_set_by
 from weightsync.reload.reconcile import carry_attributes, keep_untouched, settle
 from weightsync.reload.records import equal_bytes
+from weightsync.reload.registered import Registered
 from weightsync.reload.state import state_of
 from weightsync.reload.swap import Swap
 from weightsync.reload.trial import Again, Run, Trial, Undo, Wide, is_moved, judge
@@ -82,6 +83,7 @@ class HookRunner:
         state_of(model).end_first_load()
         self._world = World(model, modules)
         self._logs = Logs(hooks)
+        self._registered: Registered | None = None
         self._assigned: dict[int, set[str]] = {}  # by `id` of the holder, over the whole session
         self._read: set[str] = set()  # live tensors that the last run read
         self._processed: set[str] = set()  # modules whose own hooks have run
@@ -205,6 +207,8 @@ class HookRunner:
         below = [path for path in self._world.below(hooks) if path not in left_alone]
         if hooks or stagings or interpreted or self.ran or self._refreshes:
             self._run(stagings, below, hooks, self.live.by_path, None)
+        if self._registered is not None:
+            self._registered.drop_older()
         if self._partial is None:
             state_of(self.model).settings.has_all_others = True  # every hook was seen to run by now
         ran = {hook.path for hook in self.hooks if self._guards.has_run(hook)}
@@ -263,6 +267,7 @@ class HookRunner:
             self._run_freely(hooks)
             return
         if needs_world:
+            self._registered = self._registered or Registered(self.modules.values(), state.first_handle)
             self._world.show_flags()
         swap = self._swap(below, stagings, Trial("known")) if needs_world else Swap([])
         trial = Trial("known")

@@ -34,6 +34,7 @@ from weightsync.errors import LayoutError, shown
 from weightsync.reload.first_load import FirstLoad
 from weightsync.reload.post_load import Hook, declares_direct, hooks_in_order, recorded_hooks, set_latches
 from weightsync.reload.records import TensorLayout, layouts_of
+from weightsync.reload.registered import next_number
 from weightsync.reload.scopes import Scope, is_outer, only_tensors, scopes_on
 from weightsync.reload.state import state_of, unwrapped
 from weightsync.reload.swap import Swap
@@ -165,6 +166,7 @@ def record_layouts(model: torch.nn.Module) -> None:
         state.unread.clear()
         state.latches.clear()
         state.settings.clear()
+        state.first_handle = next_number()
         state.first_load = FirstLoad(state.records, hooks_in_order(modules.items(), state.hooks), state)
 
 

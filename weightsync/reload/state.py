@@ -29,7 +29,10 @@ if TYPE_CHECKING:
     from weightsync.reload.transaction import ReloadSession
 
 # What a copy of a model takes along.
-_COPIED = ("records", "hooks", "compounding", "harmless", "unread", "latches", "settings", "reach", "reads", "known")
+_COPIED = (
+    *("records", "hooks", "compounding", "harmless", "unread", "latches", "settings", "reach", "reads", "known"),
+    "first_handle",
+)
 Status = Literal["live", "loading", "torn"]
 _ATTRIBUTE = "_weightsync_state"
 
@@ -58,6 +61,7 @@ class ModelState:
         reads: The same, of those whose tensors it looked at.
         known: Names of hooks that ran and were looked at.
         first_load: Observes the first load's hooks; None before `record_layouts` and once a reload came.
+        first_handle: The number that torch gave next when the model was recorded; see registered.py.
         kept: Results that follow from the model's Python state; see unchanged.py.
         torn_by: What tore the model, for messages.
         gate: Handles of the forward pre-hook that refuses to serve.
@@ -81,6 +85,7 @@ class ModelState:
     reads: dict[str, frozenset[str]] = field(default_factory=dict)
     known: set[str] = field(default_factory=set)
     first_load: FirstLoad | None = None
+    first_handle: int = 0
     kept: dict[Hashable, Any] = field(default_factory=dict)
     torn_by: str = ""
     gate: list[Any] = field(default_factory=list)

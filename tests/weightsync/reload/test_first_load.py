@@ -375,3 +375,34 @@ def test_the_first_load_finds_its_hooks_and_no_observer_stays() -> None:
     assert seen == [None, None]
     assert "process_weights_after_loading" not in vars(model.a)
     assert "process_weights_after_loading" not in vars(model.b.quant_method)
+
+
+class Registering(Layer):
+    """Registers hooks of torch's own in every load, and a module-wide one by a bound method."""
+
+    def process_weights_after_loading(self) -> None:
+        scale = float(self.w.data.max())
+        self.register_forward_hook(lambda module, args, output: output * scale)
+        self.register_forward_pre_hook(self.add_one, with_kwargs=True)
+
+    def add_one(self, module: Any, args: Any, kwargs: Any) -> Any:
+        return (args[0] + 1,), kwargs
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+@both_modes
+def test_what_a_hook_registers_again_takes_the_place_of_the_older(mode: str) -> None:
+    layer = Registering(w=zeros(3))
+    seen = []
+    layer.register_forward_hook(lambda module, args, output: seen.append(1))
+    model = cold(Net(a=layer, b=Layer(w=zeros(3))), A)
+    profiled = []
+    model.a.register_forward_hook(lambda module, args, output: profiled.append(1))
+    for number, weights in enumerate((A, B, A, B), 1):
+        push(model, weights, mode)
+        assert model.a(torch.ones(1)).tolist() == [2 * float(weights["a.w"][0])]
+        assert (len(model.a._forward_hooks), len(model.a._forward_pre_hooks)) == (3, 1)
+        assert len(model.a._forward_pre_hooks_with_kwargs) == 1
+        assert len(seen) == len(profiled) == number
