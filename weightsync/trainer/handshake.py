@@ -136,8 +136,8 @@ def shake_hands(
     owners = {t: owners_of(m, accepts, [row[t] for row in targets]) for t, m in manifests.items()}
     name, reason = choose(options.transport, facts, [control.decode(Facts, a.facts) for a in accepts])
     feeds = {
-        target: Feed(manifest, owners[target], len(accepts), sources[target].iter_full, sources[target].resident)
-        for target, manifest in manifests.items()
+        target: Feed(manifest, owners[target], len(accepts), source.iter_full, source.resident, source.layout)
+        for (target, manifest), source in zip(manifests.items(), sources.values(), strict=True)
     }
     sender = make_sender(
         name,

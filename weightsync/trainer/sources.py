@@ -11,7 +11,6 @@ at once, in memory that lasts, also gives them by name (`resident`): then mapped
 from __future__ import annotations
 
 import json
-import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -23,6 +22,7 @@ from torch import nn
 from weightsync.errors import ManifestError
 from weightsync.manifest import Manifest, ParamMeta
 from weightsync.transport.base import select
+from weightsync.transport.layouts import Layouts
 
 
 class WeightSource(ABC):
@@ -50,8 +50,11 @@ class WeightSource(ABC):
         """All tensors by name, if they exist at once in memory that lasts until the next call; else None."""
         return None
 
-
-_SHAPE, _DTYPE = operator.attrgetter("shape"), operator.attrgetter("dtype")
+    def layout(self) -> object | None:
+        """Stands for shapes, dtypes and strides of the resident tensors as `metadata` saw them last: the same object as
+        long as they stay. None if that is not known.
+        """
+        return None
 
 
 class _Declared:
@@ -62,14 +65,16 @@ class _Declared:
     """
 
     def __init__(self) -> None:
-        self._seen: tuple[list[str], list[torch.Size], list[torch.dtype]] = ([], [], [])
+        self._names: list[str] = []
+        self.layout = Layouts([])
         self._metadata: list[ParamMeta] = []
 
     def metadata(self, names: list[str], tensors: list[torch.Tensor]) -> list[ParamMeta]:
-        seen = (names, list(map(_SHAPE, tensors)), list(map(_DTYPE, tensors)))
-        if seen != self._seen:
-            metadata = [ParamMeta(name, dtype, tuple(shape)) for name, shape, dtype in zip(*seen, strict=True)]
-            self._seen = seen
+        if names != self._names or not self.layout.hold(tensors):
+            layout = Layouts(tensors)
+            rows = zip(names, layout.dtypes, layout.shapes, strict=True)
+            metadata = [ParamMeta(name, dtype, tuple(shape)) for name, dtype, shape in rows]
+            self._names, self.layout = names, layout
             if metadata != self._metadata:
                 self._metadata = metadata
         return self._metadata
@@ -99,6 +104,10 @@ class TensorSource(WeightSource):
     def resident(self) -> Mapping[str, torch.Tensor]:
         """See `WeightSource.resident`."""
         return self._tensors
+
+    def layout(self) -> object:
+        """See `WeightSource.layout`."""
+        return self._declared.layout
 
 
 class NamedSource(WeightSource):
@@ -207,6 +216,10 @@ class ModuleSource(WeightSource):
         if any(hasattr(kind, "full_tensor") for kind in kinds):
             return None
         return dict(zip(self._names, tensors, strict=True))
+
+    def layout(self) -> object:
+        """See `WeightSource.layout`."""
+        return self._declared.layout
 
 
 def sources_by_target(source: object, target: str) -> dict[str, WeightSource]:

@@ -77,6 +77,7 @@ class Feed:
         num_receivers: Receivers of the push, over all engines.
         iterate: A fresh pass over `(name, tensor)` in wire order; may run collectives of the trainer's own.
         resident: The tensors by name where they all exist at once, in memory that lasts; else None.
+        layout: Stands for the shapes, dtypes and strides of these, as the source last looked at them; None: unknown.
     """
 
     manifest: Manifest
@@ -84,6 +85,7 @@ class Feed:
     num_receivers: int
     iterate: Callable[[], Iterator[tuple[str, torch.Tensor]]]
     resident: Callable[[], Mapping[str, torch.Tensor] | None]
+    layout: Callable[[], object | None] = lambda: None
 
     @cached_property
     def wanted(self) -> tuple[int, ...]:
