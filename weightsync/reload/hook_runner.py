@@ -54,6 +54,7 @@ class HookRunner:
         wrote_live: Whether any live byte was changed.
         ran: Names of hooks that ran.
         coming: Paths that the session loads, once all are known; None before.
+        unobserved: Names of hooks of which it is not known what is theirs, since nobody saw their first run.
         still: Holds the model still (`standing_still`) from the last hook on where nothing had to be settled.
     """
 
@@ -83,6 +84,9 @@ class HookRunner:
         state_of(model).end_first_load()
         self._world = World(model, modules)
         self._logs = Logs(hooks)
+        is_seen = state_of(model).settings.has_all_others
+        watched = [] if is_seen else [hook for hook in hooks if not declares_direct(hook.module)]
+        self.unobserved = [hook.name for hook in watched]
         self._registered: Registered | None = None
         self._assigned: dict[int, set[str]] = {}  # by `id` of the holder, over the whole session
         self._read: set[str] = set()  # live tensors that the last run read

@@ -25,7 +25,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -39,6 +39,9 @@ from weightsync.reload.scopes import Scope, is_outer, only_tensors, scopes_on
 from weightsync.reload.state import state_of, unwrapped
 from weightsync.reload.swap import Swap
 from weightsync.reload.unchanged import while_unchanged
+
+if TYPE_CHECKING:
+    from weightsync.plan.coverage import Coverage
 
 Mode = Literal["direct", "layerwise"]
 
@@ -231,6 +234,24 @@ def _line_up(model: torch.nn.Module, mode: Mode) -> tuple[list[Hook], dict[str, 
             names=unrecorded,
         )
     return hooks, modes
+
+
+def lost_starts(model: torch.nn.Module, modes: Mapping[str, ModuleMode], coverage: Coverage) -> list[str]:
+    """Parameters that start from zeros in elements that no name writes, since what they were is not known.
+
+    Args:
+        model: The model.
+        modes: How each module is loaded.
+        coverage: What names write.
+    """
+    lost = []
+    for path in [*(path for path, _ in coverage.padding), *coverage.left_out]:
+        module, _, name = path.rpartition(".")
+        if module in modes and modes[module].from_record:
+            layout = state_of(model).records[modules_of(model)[module]].parameters.get(name)
+            if isinstance(layout, TensorLayout) and not layout.keeps_start:
+                lost.append(path)
+    return lost
 
 
 @contextmanager

@@ -19,8 +19,10 @@ from typing import Any
 
 import torch
 
-# A recorded tensor of at most this many bytes keeps its start value; of a larger one only "all elements equal" is kept.
+# A recorded tensor of at most this many bytes keeps its start value; of a larger one it is kept where it is simple: all
+# elements equal, all rows equal (padded columns), or few stretches of equal elements (padded rows).
 COPY_BYTES = 64 * 1024
+_MAX_RUNS = 256
 _COMPARE_BYTES = 64 * 2**20
 _ALIGNMENT = 16
 
@@ -33,21 +35,30 @@ class Block:
         num_bytes: Its length.
         device: Where it was.
         start: Its bytes when recorded (uint8), or None if they were not kept.
-        pattern: The bytes of the one element value it was filled with (uint8), if it was and `start` is None.
+        pattern: The bytes (uint8) that it consists of again and again, if it does and `start` is None.
+        runs: Else its stretches of equal elements, if they are few: the element of each, as bytes, and its bytes.
     """
 
     num_bytes: int
     device: torch.device
     start: torch.Tensor | None
     pattern: torch.Tensor | None
+    runs: tuple[torch.Tensor, tuple[int, ...]] | None = None
 
     def allocate(self, device: torch.device | str | None) -> torch.Tensor:
-        """New bytes (uint8), never uninitialised: the start value, else the fill value, else zeros."""
+        """New bytes (uint8), never uninitialised: the start value, else zeros."""
         where = self.device if device is None else torch.device(device)
         if where.type == "meta":
             return torch.empty(self.num_bytes, dtype=torch.uint8, device="meta")
         if self.start is not None:
             return self.start.to(where, copy=True)
+        if self.runs is not None:
+            elements, lengths = self.runs
+            made = torch.empty(self.num_bytes // elements.shape[1], elements.shape[1], dtype=torch.uint8, device=where)
+            counts = [length // elements.shape[1] for length in lengths]
+            for stretch, element in zip(made.split(counts), elements.to(where), strict=True):
+                stretch.copy_(element)
+            return made.view(-1)
         if self.pattern is None:
             return torch.zeros(self.num_bytes, dtype=torch.uint8, device=where)
         return self.pattern.to(where).repeat(-(-self.num_bytes // self.pattern.numel()))[: self.num_bytes].clone()
@@ -95,7 +106,9 @@ class TensorLayout:
     @property
     def keeps_start(self) -> bool:
         """Whether the start value was kept."""
-        return not self.block.num_bytes or self.block.start is not None or self.block.pattern is not None
+        block = self.block
+        kept = (block.start, block.pattern, block.runs)
+        return not block.num_bytes or any(value is not None for value in kept)
 
     def fits(self, tensor: torch.Tensor) -> bool:
         """Whether a live tensor has this layout and its loaders' attributes."""
@@ -215,16 +228,48 @@ def _block(tensor: torch.Tensor, start: int, end: int, alias: bool) -> Block:
         return Block(num_bytes, tensor.device, data, None)
     if num_bytes <= COPY_BYTES:
         return Block(num_bytes, tensor.device, data.clone(), None)
-    return Block(num_bytes, tensor.device, None, _fill_pattern(data, tensor.dtype.itemsize))
+    elements = _elements(data, tensor.dtype.itemsize)
+    if elements is None:
+        return Block(num_bytes, tensor.device, None, None)
+    pattern = _pattern(elements, 1)
+    if pattern is None and tensor.dim() > 1 and tensor.is_contiguous() and tensor.nbytes == num_bytes:
+        pattern = _pattern(elements, tensor[0].numel())
+    return Block(num_bytes, tensor.device, None, pattern, _runs(elements) if pattern is None else None)
 
 
-def _fill_pattern(data: torch.Tensor, itemsize: int) -> torch.Tensor | None:
-    """The element bytes that fill all of `data`, or None if elements differ."""
-    if data.numel() % itemsize:
+def _elements(data: torch.Tensor, itemsize: int) -> torch.Tensor | None:
+    """Bytes as integers of an element's size, which compare as bits do; None if there are none of that size."""
+    dtypes = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return data.view(dtypes[itemsize]) if itemsize in dtypes and data.numel() % itemsize == 0 else None
+
+
+def _pattern(elements: torch.Tensor, period: int) -> torch.Tensor | None:
+    """The first `period` elements as bytes, if they come again and again; None if not, or if they are too many."""
+    if period * elements.itemsize > COPY_BYTES or elements.numel() % period:
         return None
-    elements = data.view(-1, itemsize)
-    first = elements[:1].clone()
-    step = _COMPARE_BYTES // itemsize
-    if all(bool((chunk == first).all()) for chunk in elements.split(step)):
-        return first.view(-1)
+    rows = elements.view(-1, period)
+    if not bool((rows[:2] == rows[0]).all()):  # most are told at once
+        return None
+    step = max(_COMPARE_BYTES // (elements.itemsize * period), 1)
+    if all(bool((chunk == rows[0]).all()) for chunk in rows.split(step)):
+        return rows[0].clone().view(torch.uint8)
     return None
+
+
+def _runs(elements: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]] | None:
+    """Stretches of equal elements; None if they are more than a few."""
+    step = COPY_BYTES  # little at first, for most are told at once
+    starts = [0]
+    first = 0
+    while first < elements.numel() - 1:
+        chunk = elements[first : first + step + 1]
+        changes = (chunk[1:] != chunk[:-1]).nonzero().view(-1)
+        if len(starts) + changes.numel() > _MAX_RUNS:
+            return None
+        starts += [first + 1 + change for change in changes.tolist()]
+        first += step
+        step = _COMPARE_BYTES // elements.itemsize
+    ends = [*starts[1:], elements.numel()]
+    lengths = tuple((end - start) * elements.itemsize for start, end in zip(starts, ends, strict=True))
+    values = elements[torch.tensor(starts, device=elements.device)]
+    return values.view(-1, 1).view(torch.uint8), lengths

@@ -28,6 +28,11 @@ class ReloadReport:
         uncalled_hooks: Hooks with arguments that only the model's own code has, and that nothing called.
         host_scalars: Python numbers in the model that changed: path -> (before, after). A captured graph that was given
             one as an argument still has the old one.
+        zeroed: Parameters with elements that no name writes, which are zeros now: what they were before the first load
+            is not known, since it was neither small nor simple. Let the loader write them, or keep the unprocessed
+            tensor under another name and have the hook copy it.
+        unobserved: Hooks whose first run nobody saw (`record_layouts` came late, or they were called past their
+            instances), so that this reload had to find out by trial which state is theirs.
         added: Paths that hold a tensor now and held none before.
         rebuilt_on_forward: Caches that a module's forward builds for itself: emptied now, built again by the next
             forward, and then at their old address. Run one forward before a captured graph that reads them is
@@ -52,6 +57,8 @@ class ReloadReport:
     hooks: list[str] = field(default_factory=list)
     uncalled_hooks: list[str] = field(default_factory=list)
     host_scalars: dict[str, tuple[Any, Any]] = field(default_factory=dict)
+    zeroed: list[str] = field(default_factory=list)
+    unobserved: list[str] = field(default_factory=list)
     added: list[str] = field(default_factory=list)
     rebuilt_on_forward: list[str] = field(default_factory=list)
     peak_staged_bytes: int = 0

@@ -40,7 +40,7 @@ from weightsync.reload.hook_runner import HookRunner
 from weightsync.reload.intake import HeldPolicy, Intake
 from weightsync.reload.journal import Journal, Rollback
 from weightsync.reload.layerwise import build_units, staged_parameters
-from weightsync.reload.layouts import Mode, line_up, modules_of
+from weightsync.reload.layouts import Mode, line_up, lost_starts, modules_of
 from weightsync.reload.lazy_caches import empty_lazy_caches
 from weightsync.reload.partial import Partial
 from weightsync.reload.post_load import HookGuards
@@ -379,6 +379,8 @@ class ReloadSession:
             hooks=runner.ran,
             uncalled_hooks=[h.name for h in runner.hooks if not h.callable_by_us and not self._guards.has_run(h)],
             host_scalars=host_scalars_changed,
+            zeroed=lost_starts(self.model, self._modes, self.plan.coverage) if self.plan is not None else [],
+            unobserved=runner.unobserved,
             added=added,
             rebuilt_on_forward=empty_lazy_caches(self.model, runner.modules) if intake.received else [],
             peak_staged_bytes=intake.peak_staged_bytes,

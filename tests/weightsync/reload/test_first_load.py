@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 from test_hook_worlds import A, B
-from toys import MODES, Layer, Net, QuantMethod, cold, full, push, state_bytes, zeros
+from toys import MODES, Layer, Net, QuantMethod, cold, full, param, push, state_bytes, zeros
+
+from weightsync import record_layouts
 
 both_modes = pytest.mark.parametrize("mode", MODES)
 orders = pytest.mark.parametrize("order", [list, reversed], ids=["in_order", "backwards"])
@@ -366,8 +368,6 @@ def test_the_first_load_finds_its_hooks_and_no_observer_stays() -> None:
 
     layer = Layer(lambda layer: seen.append(vars(layer.quant_method).get("process_weights_after_loading")), w=zeros(3))
     model = Net(a=Own(w=zeros(3)), b=layer)
-    from weightsync import record_layouts
-
     record_layouts(model)
     model.load_weights(A.items())
     model.b.quant_method.process_weights_after_loading(model.b)
@@ -406,3 +406,43 @@ def test_what_a_hook_registers_again_takes_the_place_of_the_older(mode: str) -> 
         assert (len(model.a._forward_hooks), len(model.a._forward_pre_hooks)) == (3, 1)
         assert len(model.a._forward_pre_hooks_with_kwargs) == 1
         assert len(seen) == len(profiled) == number
+
+
+@both_modes
+def test_padding_that_is_not_known_any_more_is_reported(mode: str) -> None:
+    def make(start: torch.Tensor) -> Net:
+        def load(parameter: torch.Tensor, tensor: torch.Tensor) -> None:
+            parameter.data[: len(tensor)].copy_(tensor)
+
+        layer = Layer(lambda layer: layer.w.data.add_(0), w=param(start.clone(), weight_loader=load))
+        return Net(a=layer, b=Layer(w=zeros(3)))
+
+    weights = {"a.w": full(1, 20000), "b.w": full(1, 3)}
+    random_start, simple_start = torch.randn(20008), zeros(20008)
+    simple_start[20000:] = -torch.inf
+    for start, zeroed in ((random_start, ["a.w"]), (simple_start, [])):
+        model = cold(make(start), weights)
+        for _ in range(2):
+            assert push(model, weights, mode).zeroed == zeroed
+        assert model.a.w[20000:].tolist() == ([0] * 8 if zeroed else [-torch.inf] * 8)
+
+
+@both_modes
+def test_hooks_that_nobody_saw_are_reported_once(mode: str) -> None:
+    class Own(Layer):
+        done = False
+
+        def process_weights_after_loading(self) -> None:
+            if not self.done:
+                self.w.data.mul_(2)
+                self.done = True
+
+    model = Net(a=Own(w=zeros(3)), b=Layer(w=zeros(3)))
+    record_layouts(model)
+    model.load_weights(A.items())
+    Own.process_weights_after_loading(model.a)  # past the instance, where nobody sees it
+    model.limit = 3
+    assert push(model, B, mode).unobserved == ["a.process_weights_after_loading"]
+    assert model.a.w.tolist() == [10, 10, 10]
+    assert push(model, A, mode).unobserved == []
+    assert model.a.w.tolist() == [4, 4, 4]

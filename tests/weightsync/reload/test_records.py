@@ -61,6 +61,24 @@ def test_a_large_filled_tensor_comes_back_filled(value, dtype):
     assert equal_bytes(remake([tensor])[0], tensor)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64])
+@pytest.mark.parametrize("place", ["rows", "columns", "both ends", "one element"])
+def test_a_large_tensor_with_padding_of_another_value_comes_back(place, dtype):
+    tensor = torch.zeros(300, 512)
+    if place == "rows":
+        tensor[290:] = -7
+    elif place == "columns":
+        tensor[:, 500:] = -7
+    elif place == "both ends":
+        tensor[:3], tensor[-1, -5:] = 2, float("nan") if dtype.is_floating_point else 5
+    else:
+        tensor[150, 7] = 3
+    tensor = tensor.to(dtype)
+    layouts = layouts_of([tensor])
+    assert equal_bytes(allocate(layouts.values())[id(layouts[id(tensor)])], tensor)
+    assert layouts[id(tensor)].keeps_start
+
+
 def test_a_large_tensor_of_different_values_comes_back_as_zeros():
     assert torch.equal(remake([torch.randn(COPY_BYTES)])[0], torch.zeros(COPY_BYTES))
 
