@@ -79,6 +79,33 @@ def test_another_version_of_vllm_is_refused_by_name(version):
         plugin.check_version(version)
 
 
+def test_another_version_of_vllm_is_left_as_it_is_and_refuses_who_selects_the_backend(monkeypatch):
+    import vllm
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+    def changed():
+        raise AttributeError("this vLLM has no such function")
+
+    monkeypatch.setattr(vllm, "__version__", "0.35.1")
+    monkeypatch.setattr(WeightTransferEngineFactory, "_registry", {})
+    for name in ("_add_worker_method", "_record_layouts_after_construction", "_add_routes"):
+        monkeypatch.setattr(plugin, name, changed)
+    plugin.register()
+    plugin.register()
+    engine_class = WeightTransferEngineFactory._registry["weightsync"]()
+    with pytest.raises(RuntimeError, match=r"works with vLLM 0\.32 and 0\.33, this is vLLM 0\.35\.1"):
+        engine_class(types.SimpleNamespace(backend="weightsync"), config(), "cpu", torch.nn.Linear(2, 2))
+
+
+def test_a_vllm_that_knows_no_weight_transfer_engines_starts_with_a_warning(monkeypatch, caplog):
+    import vllm
+
+    monkeypatch.setattr(vllm, "__version__", "0.9.2")
+    monkeypatch.setitem(sys.modules, "vllm.distributed.weight_transfer.factory", None)
+    plugin.register()
+    assert "works with vLLM 0.32 and 0.33, this is vLLM 0.9.2" in caplog.text
+
+
 @pytest.mark.parametrize("version", ["0.32.0", "0.33.0", "0.33.1+cu130"])
 def test_supported_versions_pass(version):
     plugin.check_version(version)

@@ -15,12 +15,14 @@ All of it is inert unless the configuration names the backend. Nothing here impo
 from __future__ import annotations
 
 import functools
+import logging
 from typing import Any
 
 BACKEND = "weightsync"
 SUPPORTED = ("0.32", "0.33")
 WORKER_METHOD = "weightsync_call"
 ASLEEP = "_weightsync_asleep"
+_log = logging.getLogger(__name__)
 
 
 def check_version(version: str) -> None:
@@ -39,8 +41,28 @@ def check_version(version: str) -> None:
         )
 
 
+class RefusedEngine:
+    """What another vLLM gets for the backend's name: the message that says which versions work."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        from vllm import __version__
+
+        check_version(__version__)
+
+
 def register() -> None:
-    """Registers the backend with vLLM; calling it again changes nothing."""
+    """Registers the backend with vLLM; calling it again changes nothing.
+
+    A vLLM that is not supported is left as it is, since it calls this whatever backend it was started with: only who
+    selects this one is refused.
+    """
+    from vllm import __version__
+
+    try:
+        check_version(__version__)
+    except RuntimeError as error:
+        _register_refusal(str(error))
+        return
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     if BACKEND in WeightTransferEngineFactory._registry:
@@ -49,6 +71,16 @@ def register() -> None:
     _add_worker_method()
     _record_layouts_after_construction()
     _add_routes()
+
+
+def _register_refusal(reason: str) -> None:
+    try:
+        from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+        if BACKEND not in WeightTransferEngineFactory._registry:
+            WeightTransferEngineFactory.register_engine(BACKEND, __name__, RefusedEngine.__name__)
+    except (ImportError, AttributeError):  # it has no such registry, and so no way to select this backend
+        _log.warning("not registered: %s", reason)
 
 
 def is_selected(vllm_config: Any) -> bool:
