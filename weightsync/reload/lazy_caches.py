@@ -31,6 +31,7 @@ from weightsync.reload.lazy_bindings import ITEM, Binding, bindings_of
 from weightsync.reload.records import TensorLayout, same_layout
 from weightsync.reload.scopes import ABSENT, Container, is_plain
 from weightsync.reload.state import state_of
+from weightsync.reload.unchanged import while_unchanged
 
 _UNKNOWN: Any = object()
 
@@ -47,21 +48,19 @@ def empty_lazy_caches(model: torch.nn.Module, modules: Mapping[str, torch.nn.Mod
     """
     records = state_of(model).records
     emptied = []
+    all_bindings = while_unchanged(model, "lazy bindings", lambda: _all_bindings(modules))
     for path, module in modules.items():
-        bindings = _bindings_in(module)
         pending = next((h for h in module._forward_hooks.values() if isinstance(h, _Rebuilt)), None)
-        if (not bindings and pending is None) or callable(getattr(module, "refresh_derived", None)):
+        places = [(b, *place) for b in all_bindings.get(path, ()) for place in _places(module, b.chain)]
+        if pending is None and not any(_is_cache(holder, name) for b, holder, name in places if not b.is_flag):
             continue
-        flags: list[tuple[Any, Any]] = []
+        flags = [(holder, name) for binding, holder, name in places if binding.is_flag]
         numbers: list[str] = []
         before = {slot.path: slot.tensor for slot in walk_module(module, "")}
-        for binding in bindings:
-            for holder, name in list(_places(module, binding.chain)):
-                if binding.is_flag:
-                    flags.append((holder, name))
-                    continue
-                if _empty(holder, name, _recorded(records.get(module), holder, name), binding):
-                    numbers.append(join_path(path, f".{'.'.join(binding.chain)}".replace(".[]", f"[{name!r}]")))
+        for binding, holder, name in places:
+            was = ABSENT if binding.is_flag else _recorded(records.get(module), holder, name)
+            if not binding.is_flag and _empty(holder, name, was, binding):
+                numbers.append(join_path(path, f".{'.'.join(binding.chain)}".replace(".[]", f"[{name!r}]")))
         now = {slot.path for slot in walk_module(module, "")}
         old = {where: tensor for where, tensor in before.items() if where not in now}
         emptied += numbers
@@ -112,6 +111,15 @@ class _Rebuilt:
     def __deepcopy__(self, memo: dict[int, Any]) -> _Rebuilt:
         """A copied model has no graph that holds the old tensors: its caches stay where its forward puts them."""
         return _Rebuilt(self.path)
+
+
+def _all_bindings(modules: Mapping[str, torch.nn.Module]) -> dict[str, list[Binding]]:
+    """The caches of every module that has some and does not look after them itself, by its path."""
+    return {
+        path: found
+        for path, module in modules.items()
+        if not callable(getattr(module, "refresh_derived", None)) and (found := _bindings_in(module))
+    }
 
 
 def _bindings_in(module: torch.nn.Module) -> list[Binding]:
@@ -195,10 +203,8 @@ def _empty(holder: Any, name: Any, was: Any, binding: Binding) -> bool:
     Returns:
         Whether it was a number.
     """
-    value = holder[name] if isinstance(holder, (dict, list)) else _held(holder).get(name)
-    is_number = (
-        isinstance(value, (int, float, complex)) and not isinstance(value, bool) and (was is None or was is ABSENT)
-    )
+    value = _value_at(holder, name)
+    is_number = _is_number(value) and (was is None or was is ABSENT)
     if isinstance(was, (TensorLayout, Container)) or not (is_number or _holds_tensor(value)):
         return False
     if was is _UNKNOWN:
@@ -218,6 +224,20 @@ def _empty(holder: Any, name: Any, was: Any, binding: Binding) -> bool:
     else:
         object.__setattr__(holder, name, was)
     return is_number
+
+
+def _value_at(holder: Any, name: Any) -> Any:
+    return holder[name] if isinstance(holder, (dict, list)) else _held(holder).get(name)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float, complex)) and not isinstance(value, bool)
+
+
+def _is_cache(holder: Any, name: Any) -> bool:
+    """Whether a place may hold a cache now."""
+    value = _value_at(holder, name)
+    return _is_number(value) or _holds_tensor(value)
 
 
 def _holds_tensor(value: Any) -> bool:
