@@ -158,7 +158,7 @@ class HookRunner:
             return None
         owners = {id(hook.owner) for hook in hooks}
         owned = [path for path, module in self.modules.items() if id(module) in owners]
-        below = [path for path in [*self._world.below(hooks), *owned] if path not in unit.from_record]
+        below = [path for path in [*self._below(hooks), *owned] if path not in unit.from_record]
         paths = dict.fromkeys([*unit.modules, *(hook.path for hook in hooks), *below])
         own = unit.needs.union(paths)
         added = frozenset(child for path in [*unit.from_record, *below] for child in self._world.added_children(path))
@@ -174,6 +174,15 @@ class HookRunner:
             return self._wait(found, hooks)
         self._processed.update(unit.modules, (hook.path for hook in hooks))
         return None
+
+    def _below(self, hooks: Sequence[Hook]) -> list[str]:
+        """Modules that hooks find as recorded: theirs and those below, but for those with hooks that do not run now."""
+        idle = self._idle()
+        return [path for path in self._world.below(hooks) if path not in idle]
+
+    def _idle(self) -> set[str]:
+        """Modules with hooks that do not run in this session, so that what they left is as it was."""
+        return {hook.path for hook in self.hooks if self._partial is not None and not self.applies(hook)}
 
     def _wait(self, found: Wide, hooks: Sequence[Hook]) -> Staging:
         """Remembers that a unit's hooks have to wait for all data, and undoes what they did."""
@@ -208,7 +217,7 @@ class HookRunner:
         left_alone = (
             {path for staging in stagings for path in staging.unit.modules} | self._processed | set(interpreted)
         )
-        below = [path for path in self._world.below(hooks) if path not in left_alone]
+        below = [path for path in self._below(hooks) if path not in left_alone]
         if hooks or stagings or interpreted or self.ran or self._refreshes:
             self._run(stagings, below, hooks, self.live.by_path, None)
         if self._registered is not None:
@@ -384,6 +393,8 @@ class HookRunner:
             if hooks:
                 self._learn(swaps, log, assigned)
             owned = {*state.latches, *state.compounding} if hooks else set()
+            if idle := tuple(f"{path}." for path in self._idle()):
+                owned = {path for path in owned if not path.startswith(idle)}
             for each in [*swaps, outer]:
                 carry_attributes(each)
                 keep_untouched(each, assigned, is_new_value, self._world.hidden, owned)

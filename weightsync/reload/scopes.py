@@ -33,7 +33,7 @@ LIVE: Any = object()
 # What torch itself keeps in every module, and what a session puts there.
 _NOT_RECORDED = frozenset(vars(torch.nn.Module())) | {"_weightsync_state", "process_weights_after_loading"}
 _HOOK = "process_weights_after_loading"
-_MAX_DEPTH = 8
+_MAX_DEPTH = 100
 PLAIN = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device)
 MUTABLE = (dict, list, set, collections.deque)
 
@@ -129,7 +129,7 @@ def scope_of(holder: Any, registry: Registry, path: str, layouts: Mapping[int, T
         path: Path of the holder.
         layouts: Layout of every tensor in it, by `id`.
     """
-    return Scope(holder, registry, path, {k: _record(v, layouts, 0) for k, v in _read(holder, registry).items()})
+    return Scope(holder, registry, path, {k: _record(v, layouts, ()) for k, v in _read(holder, registry).items()})
 
 
 def scopes_on(holder: Any, path: str, layouts: Mapping[int, TensorLayout]) -> Iterator[Scope]:
@@ -360,24 +360,32 @@ def _fill(holder: Any, values: Mapping[Any, Any]) -> None:
         holder.extend(values.values())
 
 
-def _record(value: Any, layouts: Mapping[int, TensorLayout], depth: int) -> Any:
+def _record(value: Any, layouts: Mapping[int, TensorLayout], above: tuple[int, ...]) -> Any:
     if isinstance(value, torch.Tensor):
         return layouts[id(value)]
     is_tuple = type(value) is tuple or (isinstance(value, tuple) and hasattr(value, "_make"))
-    if not (is_tuple or isinstance(value, MUTABLE)) or depth > _MAX_DEPTH:  # one that holds itself is kept as it is
+    is_kept = id(value) in above or len(above) > _MAX_DEPTH  # one that holds itself is kept as it is
+    if is_kept or not (is_tuple or isinstance(value, MUTABLE)):
         return value
     if isinstance(value, set) and any(isinstance(item, torch.Tensor) for item in value):
         return value
-    empty = None
-    if not is_tuple:
-        try:
-            empty = copy.copy(value)
-            _fill(empty, {})
-        except Exception:  # a class that cannot be copied or emptied is kept as it is
-            return value
     items = value.values() if isinstance(value, dict) else value
     keys = tuple(value) if isinstance(value, dict) else None
-    return Container(type(value), keys, tuple(_record(item, layouts, depth + 1) for item in items), empty)
+    recorded = tuple(_record(item, layouts, (*above, id(value))) for item in items)
+    return Container(type(value), keys, recorded, None if is_tuple else _emptied(value))
+
+
+def _emptied(container: Any) -> Any:
+    """An empty container of the same class with the same attributes."""
+    try:
+        empty = copy.copy(container)
+    except Exception:  # a class that refuses to be filled, say
+        cls: Any = type(container)
+        empty = cls.__new__(cls)
+        if hasattr(empty, "__dict__"):
+            vars(empty).update(vars(container))
+    _fill(empty, {})
+    return empty
 
 
 def _labels(value: Container) -> list[str]:

@@ -305,12 +305,18 @@ def _num_items(container: Any) -> int:
     return len(container)
 
 
-def _contents(value: Any, depth: int = 0) -> list[Any]:
+def _contents(value: Any) -> list[Any]:
     """The items of a container, and of the containers in it."""
-    items = [part for item in value.items() for part in item] if isinstance(value, dict) else list(value)
-    if depth < 8:
-        items += [inner for item in items if isinstance(item, MUTABLE) for inner in _contents(item, depth + 1)]
-    return items
+    found: list[Any] = []
+    containers, seen = [value], {id(value)}
+    for container in containers:
+        is_dict = isinstance(container, dict)
+        items = [part for item in container.items() for part in item] if is_dict else list(container)
+        found += items
+        new = [item for item in items if isinstance(item, MUTABLE) and id(item) not in seen]
+        seen.update(map(id, new))
+        containers += new
+    return found
 
 
 def _same_items(left: list[Any], right: list[Any]) -> bool:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -230,7 +232,48 @@ def helper_replaced_by_another() -> Net:
     return Net(a=layer, b=Layer(w=zeros(3)))
 
 
+class Locked(dict):
+    """Can only grow."""
+
+    def clear(self) -> None:
+        raise TypeError("it cannot be emptied")
+
+    def __delitem__(self, key: Any) -> None:
+        raise TypeError("it only grows")
+
+
+def latch_in_a_dict_that_cannot_be_emptied() -> Net:
+    def hook(layer: Layer) -> None:
+        if "done" not in layer.flags:
+            layer.w.data.mul_(2)
+            layer.flags["done"] = True
+
+    layer = Layer(hook, w=zeros(3))
+    layer.flags = Locked(kind="x")
+    return Net(a=layer, b=Layer(w=zeros(3)))
+
+
+def nested(depth: int, inner: Any) -> Any:
+    return [nested(depth - 1, inner)] if depth else inner
+
+
+def latch_deep_within_lists() -> Net:
+    def hook(layer: Layer) -> None:
+        inner = layer.deep
+        for _ in range(12):
+            inner = inner[0]
+        if not inner["done"]:
+            layer.w.data.mul_(2)
+            inner["done"] = True
+
+    layer = Layer(hook, w=zeros(3))
+    layer.deep = nested(12, {"done": False})
+    return Net(a=layer, b=Layer(w=zeros(3)))
+
+
 CASES = [
+    latch_in_a_dict_that_cannot_be_emptied,
+    latch_deep_within_lists,
     latch_tensor_of_several_elements,
     latch_tensor_in_a_closure,
     object_in_a_closure,
@@ -446,3 +489,41 @@ def test_hooks_that_nobody_saw_are_reported_once(mode: str) -> None:
     assert model.a.w.tolist() == [10, 10, 10]
     assert push(model, A, mode).unobserved == []
     assert model.a.w.tolist() == [4, 4, 4]
+
+
+class Folding(Layer):
+    """Folds its child, whose own hook leaves a flag and a tensor of its own."""
+
+    def process_weights_after_loading(self) -> None:
+        self.folded = self.w.data * 3
+
+
+@both_modes
+def test_a_partial_push_leaves_alone_what_the_hooks_that_do_not_run_left(mode: str) -> None:
+    def hook(layer: Layer) -> None:
+        layer.t, layer.done, layer.count = layer.w.data * 2, True, {"n": 1}
+
+    model = Net(a=Folding(w=zeros(3)), b=Layer(w=zeros(3)))
+    model.a.child = Layer(hook, w=zeros(3))
+    weights = A | {"a.child.w": full(4, 3)}
+    cold(model, weights)
+    for value in (5, 6):
+        push(model, {"a.w": full(value, 3)}, mode, scope="partial")
+        assert model.a.folded.tolist() == [3 * value] * 3
+        assert (model.a.child.t.tolist(), model.a.child.done, model.a.child.count) == ([8] * 3, True, {"n": 1})
+    push(model, weights, mode)
+    push(model, {"a.w": full(7, 3)}, mode, scope="partial")
+    assert (model.a.child.t.tolist(), model.a.child.done, model.a.child.count) == ([8] * 3, True, {"n": 1})
+
+
+def test_a_record_keeps_no_tensor_alive_however_deep() -> None:
+    layer = Layer(lambda layer: setattr(layer, "deep", None), w=zeros(3))
+    layer.deep = nested(12, {"t": zeros(3)})
+    inner = layer.deep
+    for _ in range(12):
+        inner = inner[0]
+    tensor = weakref.ref(inner["t"])
+    del inner
+    cold(Net(a=layer, b=Layer(w=zeros(3))), A)
+    gc.collect()
+    assert tensor() is None
