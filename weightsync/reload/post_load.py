@@ -359,6 +359,13 @@ class Watch:
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return copy.deepcopy(self.method, memo)
 
+    def __reduce__(self) -> Any:
+        return _itself, (self.method,)
+
+
+def _itself(method: Any) -> Any:
+    return method
+
 
 def _is_quant_method(module: torch.nn.Module, method: Callable[..., Any]) -> bool:
     """Whether a module is itself a quantisation method: then its hook takes the layer, and the layer runs it."""

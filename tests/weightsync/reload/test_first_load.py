@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 import random
 import weakref
 from collections.abc import Callable
@@ -14,6 +16,7 @@ from test_hook_worlds import A, B
 from toys import MODES, Layer, Net, QuantMethod, cold, full, param, push, state_bytes, zeros
 
 from weightsync import record_layouts
+from weightsync.reload.state import state_of
 
 both_modes = pytest.mark.parametrize("mode", MODES)
 orders = pytest.mark.parametrize("order", [list, reversed], ids=["in_order", "backwards"])
@@ -527,3 +530,60 @@ def test_a_record_keeps_no_tensor_alive_however_deep() -> None:
     cold(Net(a=layer, b=Layer(w=zeros(3))), A)
     gc.collect()
     assert tensor() is None
+
+
+class OnceForAll(Layer):
+    done = False
+
+    def process_weights_after_loading(self) -> None:
+        if not self.done:
+            self.w.data.mul_(2)
+            self.done = True
+
+
+@both_modes
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+@pytest.mark.parametrize("is_loaded", [True, False], ids=["after", "before"])
+def test_a_copy_made_before_or_after_the_first_load_is_loaded_and_reloaded(
+    mode: str, copied: Any, is_loaded: bool
+) -> None:
+    model = Net(a=OnceForAll(w=zeros(3)), b=Layer(w=zeros(3)))
+    record_layouts(model)
+    if is_loaded:
+        cold(model, A)
+    other = copied(model)
+    if not is_loaded:
+        cold(model, A)
+        cold(other, A)
+    if not state_of(other).records:  # a pickle takes no record along
+        return
+    for each in (model, other, model):
+        for weights in (B, A):
+            push(each, weights, mode)
+            assert each.a.w.tolist() == (weights["a.w"] * 2).tolist()
+    assert not any("process_weights_after_loading" in vars(layer) for layer in (model.a, model.b))
+
+
+@both_modes
+def test_models_that_share_a_method_are_each_observed(mode: str) -> None:
+    class Method:
+        def __init__(self) -> None:
+            self.seen: set[int] = set()
+
+        def process_weights_after_loading(self, layer: Layer) -> None:
+            if id(layer) not in self.seen:
+                layer.w.data.mul_(2)
+                self.seen.add(id(layer))
+
+    method = Method()
+    models = [Net(a=Layer(w=zeros(3)), b=Layer(w=zeros(3))) for _ in range(2)]
+    for model in models:
+        model.a.quant_method = method
+        record_layouts(model)
+    for model in models:
+        cold(model, A)
+    assert "process_weights_after_loading" not in vars(method)
+    for weights in (B, A, B):
+        for model in models:
+            assert push(model, weights, mode).unobserved == []
+            assert model.a.w.tolist() == (weights["a.w"] * 2).tolist()
