@@ -587,3 +587,25 @@ def test_models_that_share_a_method_are_each_observed(mode: str) -> None:
         for model in models:
             assert push(model, weights, mode).unobserved == []
             assert model.a.w.tolist() == (weights["a.w"] * 2).tolist()
+
+
+def first_of(config: Any) -> Any:
+    return config["f"] if isinstance(config, dict) else next(iter(config))
+
+
+@both_modes
+@pytest.mark.parametrize(
+    ("old", "new"), [((1, 1), (10, 1)), ([1], [10]), ({"f": 1}, {"f": 10}), ({1}, {10}), ((1,), [10])]
+)
+def test_containers_that_an_engine_puts_in_place_are_heeded(mode: str, old: Any, new: Any) -> None:
+    def hook(layer: Layer) -> None:
+        layer.t = layer.w.data * first_of(layer.config)
+
+    layer = Layer(hook, w=zeros(3))
+    layer.config = copy.copy(old)
+    model = cold(Net(a=layer, b=Layer(w=zeros(3))), A)
+    model.a.config = copy.copy(new)
+    for weights in (A, B, A, B):
+        push(model, weights, mode)
+        assert model.a.t.tolist() == (weights["a.w"] * 10).tolist()
+        assert model.a.config == new
