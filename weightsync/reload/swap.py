@@ -147,7 +147,7 @@ class Swap:
             now = scope.read()
             names = [
                 name
-                for name in {**now, **start}
+                for name in (scope.values if scope.is_partial else {**now, **start})
                 if now.get(name, ABSENT) is not (value := start.get(name, ABSENT))
                 or name in assigned.get(id(scope.holder), ())
                 or self.is_changed(value)
