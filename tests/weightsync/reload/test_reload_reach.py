@@ -9,6 +9,8 @@ import torch
 from test_hook_worlds import A, B
 from toys import MODES, Captured, HookedNet, Layer, Net, cold, full, param, push, state_bytes, zeros
 
+from weightsync import Manifest, record_layouts, reload
+
 both_modes = pytest.mark.parametrize("mode", MODES)
 
 
@@ -137,3 +139,58 @@ def test_a_source_that_aliases_live_memory_is_an_identity_push(mode: str) -> Non
     before = state_bytes(model)
     push(model, {"a.w": model.a.w.data, "b.w": model.b.w.data}, mode)
     assert state_bytes(model) == before
+
+
+class ScaledLayer(torch.nn.Module):
+    """As attention layers keep a scale: a number for the kernel's caller and a tensor on the host, set by one hook."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(2), requires_grad=False)
+        self.scale_number = 1.0
+        self.scale_host = torch.ones(())
+
+    def process_weights_after_loading(self):
+        self.scale_number = float(self.weight[0])
+        self.scale_host.mul_(self.weight[0])
+
+
+class PlainLayer(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(2), requires_grad=False)
+
+    def process_weights_after_loading(self):
+        self.weight.data = self.weight.data * 2
+
+
+class TwoLayers(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.plain, self.scaled = PlainLayer(), ScaledLayer()
+
+    def load_weights(self, weights):
+        parameters = dict(self.named_parameters())
+        for name, tensor in weights:
+            parameters[name].data.copy_(tensor)
+
+    def run_hooks(self):
+        self.plain.process_weights_after_loading()
+        self.scaled.process_weights_after_loading()
+
+
+@pytest.mark.parametrize("mode", ["direct", "layerwise"])
+def test_a_number_and_a_tensor_that_one_hook_sets_make_no_other_hook_wait(mode):
+    def checkpoint(value):
+        return {"plain.weight": torch.full((2,), value), "scaled.weight": torch.full((2,), value + 1)}
+
+    model = TwoLayers()
+    record_layouts(model)
+    model.load_weights(checkpoint(0.0).items())  # the scales come out as they were constructed
+    model.run_hooks()
+    for value in (1.0, 0.0, 3.0, 0.0):
+        with reload(model, mode=mode, manifest=Manifest.from_tensors(checkpoint(value).items())) as session:
+            for pair in checkpoint(value).items():
+                session.load_weights([pair])
+        assert model.plain.weight.tolist() == [2 * value, 2 * value]
+        assert (model.scaled.scale_number, model.scaled.scale_host.item()) == (value + 1, value + 1)
