@@ -66,7 +66,7 @@ def take_the_way_of_a_gpu() -> Launches:
     import weightsync.kernels.segment_copy_triton as copy_kernel
     import weightsync.plan.replay as replay
     from megamoe_adapter import finish, requantize_triton
-    from weightsync.reload.hook_runner import HookRunner
+    from weightsync.reload.hooks.runner import HookRunner
     from weightsync.reload.records import Block
 
     launches: Any = Launches()

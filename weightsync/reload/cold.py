@@ -14,8 +14,8 @@ from collections.abc import Iterable
 import torch
 
 from weightsync.plan.loading import Loader
+from weightsync.reload.hooks.post_load import HookGuards, activation_dtype, hooks_in_order
 from weightsync.reload.layouts import modules_of, record_layouts
-from weightsync.reload.post_load import HookGuards, activation_dtype, hooks_in_order
 from weightsync.reload.state import state_of, unwrapped
 
 

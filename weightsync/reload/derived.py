@@ -19,7 +19,7 @@ import torch
 from weightsync import reachable
 from weightsync.plan.loading import Loader
 from weightsync.python_state import PythonState
-from weightsync.reload.scopes import ABSENT
+from weightsync.reload.hooks.scopes import ABSENT
 from weightsync.reload.unchanged import while_unchanged
 
 if TYPE_CHECKING:

@@ -26,12 +26,12 @@ from weightsync.plan.replay import Replay
 from weightsync.reload.assemble import Parts
 from weightsync.reload.direct import BoundPlan, Entry
 from weightsync.reload.held import HeldTensors
-from weightsync.reload.hook_runner import HookRunner
+from weightsync.reload.hooks.runner import HookRunner
+from weightsync.reload.hooks.scopes import Scope
 from weightsync.reload.layerwise import Staging, Unit
 from weightsync.reload.packing import Group, tensors_of
 from weightsync.reload.partial import Partial
 from weightsync.reload.schedule import Schedule, Step, peak_held_bytes
-from weightsync.reload.scopes import Scope
 from weightsync.transport.buckets import Bucket
 
 HeldPolicy = Literal["spill", "refuse", "write_through"]

@@ -22,12 +22,12 @@ from dataclasses import dataclass
 import torch
 
 from weightsync import reachable
+from weightsync.reload.hooks.post_load import Hook, Stage
+from weightsync.reload.hooks.scopes import Scope, scope_of
+from weightsync.reload.hooks.swap import Swap
 from weightsync.reload.layouts import ModuleMode
-from weightsync.reload.post_load import Hook, Stage
 from weightsync.reload.records import TensorLayout, layouts_of
-from weightsync.reload.scopes import Scope, scope_of
 from weightsync.reload.state import state_of
-from weightsync.reload.swap import Swap
 
 
 @dataclass(frozen=True, slots=True)

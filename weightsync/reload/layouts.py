@@ -31,13 +31,13 @@ import torch
 
 from weightsync import reachable
 from weightsync.errors import LayoutError, shown
-from weightsync.reload.first_load import FirstLoad
-from weightsync.reload.post_load import Hook, declares_direct, hooks_in_order, recorded_hooks, set_latches
+from weightsync.reload.hooks.first_load import FirstLoad
+from weightsync.reload.hooks.post_load import Hook, declares_direct, hooks_in_order, recorded_hooks, set_latches
+from weightsync.reload.hooks.registered import next_number
+from weightsync.reload.hooks.scopes import Scope, is_outer, only_tensors, scopes_on
+from weightsync.reload.hooks.swap import Swap
 from weightsync.reload.records import TensorLayout, layouts_of
-from weightsync.reload.registered import next_number
-from weightsync.reload.scopes import Scope, is_outer, only_tensors, scopes_on
 from weightsync.reload.state import state_of, unwrapped
-from weightsync.reload.swap import Swap
 from weightsync.reload.unchanged import while_unchanged
 
 if TYPE_CHECKING:

@@ -19,9 +19,9 @@ from weightsync.errors import LayoutError, shown
 from weightsync.plan.plan import ReloadPlan
 from weightsync.reload.audit import LiveSlot, LiveTensors, address
 from weightsync.reload.direct import Entry
+from weightsync.reload.hooks.post_load import declares_direct
 from weightsync.reload.layerwise import Staging
 from weightsync.reload.layouts import ModuleMode, ModuleRecord
-from weightsync.reload.post_load import declares_direct
 from weightsync.reload.records import TensorLayout, same_layout
 
 

@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from weightsync.reload.live_names import LiveNames
+from weightsync.reload.hooks.live_names import LiveNames
 
 if TYPE_CHECKING:
     from weightsync.manifest import Manifest
     from weightsync.reload.direct import BoundPlan
-    from weightsync.reload.first_load import FirstLoad
+    from weightsync.reload.hooks.first_load import FirstLoad
+    from weightsync.reload.hooks.post_load import Recorded
     from weightsync.reload.layouts import ModuleRecord
-    from weightsync.reload.post_load import Recorded
     from weightsync.reload.transaction import ReloadSession
 
 # What a copy of a model takes along.

@@ -36,14 +36,14 @@ from weightsync.reload.derived import (
 )
 from weightsync.reload.direct import BoundPlan
 from weightsync.reload.gate import close_gate, open_gate, refuse_unready
-from weightsync.reload.hook_runner import HookRunner
+from weightsync.reload.hooks.lazy_caches import empty_lazy_caches
+from weightsync.reload.hooks.post_load import HookGuards
+from weightsync.reload.hooks.runner import HookRunner
 from weightsync.reload.intake import HeldPolicy, Intake
 from weightsync.reload.journal import Journal, Rollback
 from weightsync.reload.layerwise import build_units, staged_parameters
 from weightsync.reload.layouts import Mode, line_up, lost_starts, modules_of
-from weightsync.reload.lazy_caches import empty_lazy_caches
 from weightsync.reload.partial import Partial
-from weightsync.reload.post_load import HookGuards
 from weightsync.reload.report import ReloadReport
 from weightsync.reload.state import Status, state_of, unwrapped
 from weightsync.transport.buckets import Bucket

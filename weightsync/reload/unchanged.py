@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 
 from weightsync.reachable import python_state, visit
-from weightsync.reload.post_load import HOOK
+from weightsync.reload.hooks.post_load import HOOK
 from weightsync.reload.state import state_of
 
 _NUM_KEPT = 16  # two modes and the numbers, as the model serves and as it is in a session

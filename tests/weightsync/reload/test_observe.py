@@ -3,7 +3,7 @@
 import torch
 from toys import Kernel, Layer, full, zeros
 
-from weightsync.reload.observe import TensorLog, assignments, index_of
+from weightsync.reload.hooks.observe import TensorLog, assignments, index_of
 
 
 def observe(action, **tensors):

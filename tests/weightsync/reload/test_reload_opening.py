@@ -10,7 +10,7 @@ from toys import MODES, Layer, Net, cold, full, push, push_in_chunks, zeros
 
 from weightsync.errors import ReloadError
 from weightsync.reload import transaction
-from weightsync.reload.post_load import HOOK, HookGuards
+from weightsync.reload.hooks.post_load import HOOK, HookGuards
 from weightsync.reload.session import reload_state, start_reload
 
 A = {"a.w": full(2, 3), "b.w": full(3, 3)}

@@ -22,8 +22,8 @@ from weightsync.errors import LayoutError, shown
 from weightsync.python_state import PythonState
 from weightsync.reachable import Slot
 from weightsync.reload.audit import LiveSlot, address
+from weightsync.reload.hooks.observe import TensorLog
 from weightsync.reload.layerwise import Staging
-from weightsync.reload.observe import TensorLog
 from weightsync.reload.records import COPY_BYTES
 from weightsync.reload.state import ModelState
 

@@ -18,9 +18,9 @@ import torch
 from weightsync.errors import LayoutError, shown
 from weightsync.reachable import Slot, replace, walk
 from weightsync.reload.audit import LiveSlot, address
+from weightsync.reload.hooks.scopes import ABSENT, Scope, is_plain, tensors_in
+from weightsync.reload.hooks.swap import Swap
 from weightsync.reload.records import same_layout
-from weightsync.reload.scopes import ABSENT, Scope, is_plain, tensors_in
-from weightsync.reload.swap import Swap
 
 Write = Callable[[str, torch.Tensor, torch.Tensor], None]
 _CONTAINERS = (list, tuple, dict, set)

@@ -24,11 +24,9 @@ from typing import Any
 import torch
 
 from weightsync.reachable import join_path
-from weightsync.reload.layerwise import ancestors
-from weightsync.reload.layouts import ModuleRecord
-from weightsync.reload.post_load import Hook, declares_direct
-from weightsync.reload.reconcile import keep_untouched
-from weightsync.reload.scopes import (
+from weightsync.reload.hooks.post_load import Hook, declares_direct
+from weightsync.reload.hooks.reconcile import keep_untouched
+from weightsync.reload.hooks.scopes import (
     ABSENT,
     LIVE,
     MUTABLE,
@@ -44,8 +42,10 @@ from weightsync.reload.scopes import (
     same_plain,
     tensors_in,
 )
+from weightsync.reload.hooks.swap import Swap
+from weightsync.reload.layerwise import ancestors
+from weightsync.reload.layouts import ModuleRecord
 from weightsync.reload.state import state_of
-from weightsync.reload.swap import Swap
 
 
 class World:

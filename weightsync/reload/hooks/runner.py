@@ -21,19 +21,19 @@ import torch
 from weightsync.errors import LayoutError, ReloadError, shown
 from weightsync.reachable import Slot, standing_still, walk, walk_module
 from weightsync.reload.audit import LiveSlot, LiveTensors
+from weightsync.reload.hooks.logs import Logs
+from weightsync.reload.hooks.observe import Index, TensorLog, assignments, index_of
+from weightsync.reload.hooks.post_load import Hook, HookGuards, activation_dtype, declares_direct, names_set_by
+from weightsync.reload.hooks.reconcile import carry_attributes, keep_untouched, settle
+from weightsync.reload.hooks.registered import Registered
+from weightsync.reload.hooks.swap import Swap
+from weightsync.reload.hooks.trial import Again, Run, Trial, Undo, Wide, is_moved, judge
+from weightsync.reload.hooks.world import World
 from weightsync.reload.journal import Journal
 from weightsync.reload.layerwise import Staging
-from weightsync.reload.logs import Logs
-from weightsync.reload.observe import Index, TensorLog, assignments, index_of
 from weightsync.reload.partial import Partial, Unsent
-from weightsync.reload.post_load import Hook, HookGuards, activation_dtype, declares_direct, names_set_by
-from weightsync.reload.reconcile import carry_attributes, keep_untouched, settle
 from weightsync.reload.records import equal_bytes
-from weightsync.reload.registered import Registered
 from weightsync.reload.state import state_of
-from weightsync.reload.swap import Swap
-from weightsync.reload.trial import Again, Run, Trial, Undo, Wide, is_moved, judge
-from weightsync.reload.world import World
 
 
 class HookRunner:

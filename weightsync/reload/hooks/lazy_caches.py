@@ -26,10 +26,10 @@ import torch
 
 from weightsync.errors import LayoutError
 from weightsync.reachable import attributes_of, is_reachable, join_path, replace, walk_module
+from weightsync.reload.hooks.lazy_bindings import ITEM, Binding, bindings_of
+from weightsync.reload.hooks.scopes import ABSENT, Container, is_plain
 from weightsync.reload.layouts import ModuleRecord
-from weightsync.reload.lazy_bindings import ITEM, Binding, bindings_of
 from weightsync.reload.records import TensorLayout, same_layout
-from weightsync.reload.scopes import ABSENT, Container, is_plain
 from weightsync.reload.state import state_of
 from weightsync.reload.unchanged import while_unchanged
 

@@ -18,8 +18,7 @@ from typing import Any
 
 import torch
 
-from weightsync.reload.records import TensorLayout, allocate
-from weightsync.reload.scopes import (
+from weightsync.reload.hooks.scopes import (
     ABSENT,
     LIVE,
     MUTABLE,
@@ -36,6 +35,7 @@ from weightsync.reload.scopes import (
     same_plain,
     tensors_in,
 )
+from weightsync.reload.records import TensorLayout, allocate
 
 
 class Swap:

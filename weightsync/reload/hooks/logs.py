@@ -25,8 +25,8 @@ from collections.abc import Iterable
 from functools import cached_property
 from typing import Any
 
-from weightsync.reload.post_load import Hook, functions_of
-from weightsync.reload.scopes import MUTABLE
+from weightsync.reload.hooks.post_load import Hook, functions_of
+from weightsync.reload.hooks.scopes import MUTABLE
 
 _ADDING = {"append", "appendleft", "extend", "add", "update"}
 _TAKING = {"pop", "popleft"}

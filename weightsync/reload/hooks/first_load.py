@@ -25,10 +25,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import torch
 
 from weightsync.reload.audit import address
-from weightsync.reload.logs import Logs
-from weightsync.reload.post_load import HOOK, Hook, Watch, declares_direct
-from weightsync.reload.records import TensorLayout, equal_bytes
-from weightsync.reload.scopes import (
+from weightsync.reload.hooks.logs import Logs
+from weightsync.reload.hooks.post_load import HOOK, Hook, Watch, declares_direct
+from weightsync.reload.hooks.scopes import (
     ABSENT,
     MUTABLE,
     Container,
@@ -40,6 +39,7 @@ from weightsync.reload.scopes import (
     same_plain,
     tensors_in,
 )
+from weightsync.reload.records import TensorLayout, equal_bytes
 
 if TYPE_CHECKING:
     from weightsync.reload.layouts import ModuleRecord
