@@ -103,6 +103,7 @@ class BoundPlan:
             for index, destination in enumerate(plan.destinations)
             if self._unit_of_destination[index] is None and destination.path in live.by_path
         }
+        self._addresses = {index: tensor.data_ptr() for index, tensor in self.live_tensors.items()}
         self.entries = {
             meta.name: self._entry(plan.names[meta.name], meta.dtype, torch.Size(meta.shape), meta.num_bytes)
             for meta in plan.manifest
@@ -206,10 +207,14 @@ class BoundPlan:
         return known[1]
 
     def is_bound_to(self, live: LiveTensors, units: Sequence[Unit]) -> bool:
-        """Whether the live tensors and the units are still those that this was bound to."""
+        """Whether the live tensors and the units are still those that this was bound to, and where they were then.
+
+        A storage that was resized, as one is that slept and woke, takes its tensors with it, ours too: so the address
+        that counts is the one noted at binding, and both have to be there.
+        """
         return self._units == _shape_of(units) and all(
             (place := live.by_path.get(self.plan.destinations[index].path)) is not None
-            and place.alias.data_ptr() == tensor.data_ptr()
+            and place.alias.data_ptr() == tensor.data_ptr() == self._addresses[index]
             for index, tensor in self.live_tensors.items()
         )
 

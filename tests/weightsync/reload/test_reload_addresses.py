@@ -322,3 +322,41 @@ def test_a_container_that_a_hook_fills_in_place_is_kept(mode):
         graph.check(model)
         assert model.l.table["d"].tolist() == [2 * value] * 4
         assert [part.tolist() for part in model.l.parts] == [[3 * value] * 4]
+
+
+def sleep(model):
+    """Frees the memory behind each tensor, as engines do between rollouts; the tensors stay the same objects."""
+    sizes = [(t.untyped_storage(), t.untyped_storage().nbytes()) for t in model.parameters()]
+    for storage, _ in sizes:
+        storage.resize_(0)
+    return sizes
+
+
+def wake(sizes):
+    """Gives each storage as many bytes at another address."""
+    blockers = [torch.zeros(n, dtype=torch.uint8) for _, n in sizes]
+    for storage, n in sizes:
+        storage.resize_(n)
+    return blockers
+
+
+@both_modes
+@pytest.mark.parametrize("has_hook", [False, True])
+def test_a_model_that_slept_and_woke_at_other_addresses_is_bound_anew(mode, has_hook):
+    size = 1 << 16
+
+    def hook(layer):
+        layer.w.data.mul_(2)
+
+    model = cold(one(hook if has_hook else None, w=zeros(size)), {"l.w": full(1, size)})
+    factor = 2 if has_hook else 1
+    for value in (3, 4):
+        push(model, {"l.w": full(value, size)}, mode)
+        assert model.l.w.eq(factor * value).all()
+    before = model.l.w.data_ptr()
+    blockers = wake(sleep(model))
+    assert model.l.w.data_ptr() != before
+    for value in (5, 6):
+        push(model, {"l.w": full(value, size)}, mode)
+        assert model.l.w.eq(factor * value).all()
+    del blockers
