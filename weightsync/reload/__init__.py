@@ -7,8 +7,8 @@
     session.report.num_names
 
 In the order in which data goes through it: session, transaction (the lifecycle) -> layouts, layerwise (who is staged,
-and how) -> intake (checks and routes each tensor) -> direct, packing, schedule, held (where it goes, and when) -> hooks/
-(post-load hooks, once, in order, and their results into live storage) -> audit. journal: rollback.
+and how) -> intake (checks and routes each tensor) -> direct, packing, schedule, held (where it goes, and when) ->
+hooks/ (post-load hooks, once, in order, and their results into live storage) -> audit. journal: rollback.
 
 What a model may say. vLLM's models have the first three already, the rest are optional extras:
 

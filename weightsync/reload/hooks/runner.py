@@ -30,7 +30,7 @@ from weightsync.reload.hooks.swap import Swap
 from weightsync.reload.hooks.trial import Again, Run, Trial, Undo, Wide, is_moved, judge
 from weightsync.reload.hooks.world import World
 from weightsync.reload.journal import Journal
-from weightsync.reload.layerwise import Staging
+from weightsync.reload.layerwise import Staging, ancestors
 from weightsync.reload.partial import Partial, Unsent
 from weightsync.reload.records import equal_bytes
 from weightsync.reload.state import state_of
@@ -79,6 +79,7 @@ class HookRunner:
         self.ran: list[str] = []
         self.coming: Collection[str] | None = None
         self.still = ExitStack()
+        self._hooked: dict[str, str | None] = {}
         self._guards = guards
         self._partial = partial
         state_of(model).end_first_load()
@@ -179,6 +180,16 @@ class HookRunner:
         """Modules that hooks find as recorded: theirs and those below, but for those with hooks that do not run now."""
         idle = self._idle()
         return [path for path in self._world.below(hooks) if path not in idle]
+
+    def _hooked_above(self, path: str) -> str | None:
+        """The module whose hooks a value belongs to: its own, or the nearest above that has some."""
+        if path not in self._hooked:
+            self._hooked[path] = next((above for above in ancestors(path) if above in self._hook_paths), None)
+        return self._hooked[path]
+
+    @cached_property
+    def _hook_paths(self) -> frozenset[str]:
+        return frozenset(hook.path for hook in self.hooks)
 
     def _idle(self) -> set[str]:
         """Modules with hooks that do not run in this session, so that what they left is as it was."""
@@ -343,7 +354,8 @@ class HookRunner:
     def _swap(self, below: Collection[str], stagings: Sequence[Staging], trial: Trial) -> Swap:
         state = state_of(self.model)
         staged = [scope for staging in stagings for scope in staging.swap.scopes]
-        compounding = {*state.compounding, *trial.shown}
+        done = {hook.path for hook in self.hooks if self._guards.has_run(hook)}
+        compounding = {path for path in state.compounding if self._hooked_above(path) not in done} | trial.shown
         paths = [*below, *(path for staging in stagings for path in staging.unit.from_record)]
         return Swap(
             self._world.around(paths, compounding, staged),
@@ -392,9 +404,8 @@ class HookRunner:
             state = state_of(self.model)
             if hooks:
                 self._learn(swaps, log, assigned)
-            owned = {*state.latches, *state.compounding} if hooks else set()
-            if idle := tuple(f"{path}." for path in self._idle()):
-                owned = {path for path in owned if not path.startswith(idle)}
+            running = {hook.path for hook in hooks}
+            owned = {path for path in {*state.latches, *state.compounding} if self._hooked_above(path) in running}
             for each in [*swaps, outer]:
                 carry_attributes(each)
                 keep_untouched(each, assigned, is_new_value, self._world.hidden, owned)
