@@ -15,8 +15,10 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from weightsync.errors import LayoutError
@@ -30,7 +32,7 @@ from weightsync.kernels.segment_copy import (
     storage_view,
     strided_view,
 )
-from weightsync.plan.segments import compile_segments, group_by_name
+from weightsync.plan.segments import SegmentTable, compile_segments, group_by_name
 from weightsync.transport.buckets import Bucket
 
 if TYPE_CHECKING:
@@ -38,7 +40,9 @@ if TYPE_CHECKING:
 
 MAX_HELD_BYTES = 64 << 20  # staged copies, and tensors of a one-pass iterator, that are alive at once beyond the first
 MAX_BATCH_TENSORS = 1024  # on a GPU the next batch is gathered while this one is copied
-MAX_COMPILED = 4096  # tables kept; a fixed plan has as many as buckets
+MAX_COMPILED = 16384  # tables kept; a fixed plan has as many as buckets, all of which come again in the next push
+NUM_PASSES_KEPT = 3  # whole pushes that they may stand for together: two that alternate, and updates of a part
+ROUNDING = 1e-3  # of shares that are added up
 MIN_LAUNCH_TENSORS = 16  # fewer tensors on a GPU are copied by views: a table for each small set would not pay
 
 Named = tuple[str, torch.Tensor]
@@ -54,7 +58,8 @@ class Replay:
         storages: The storage of each `Write.destination`, as an `UntypedStorage` or any tensor on it; several devices
             are fine. They are kept alive.
         backend: "torch" or "triton" instead of each device's own (see `SegmentCopy`).
-        max_tables: Tables kept for sets of names or buckets that may come again.
+        max_tables: Tables kept for sets of names or buckets that may come again; those that were used last, and no more
+            than `NUM_PASSES_KEPT` tables of everything would come to.
 
     Attributes:
         names: Wire names that are written.
@@ -100,8 +105,9 @@ class Replay:
         for write in self._writes:
             if write.dest.num_bytes:
                 by_device[views[write.destination].device].append(write)
+        shares = _Shares(table)
         self._parts = [
-            _DeviceReplay(device, w, views, self._backend, self._max_tables) for device, w in by_device.items()
+            _DeviceReplay(device, w, views, self._backend, shares, self._max_tables) for device, w in by_device.items()
         ]
         self._sizes = sizes
 
@@ -167,6 +173,68 @@ class Replay:
                 copy.release_sources()
 
 
+class _Shares:
+    """What part of a plan's rows a table stands for.
+
+    A push writes every byte of the plan once, so the shares of its tables add up to 1, however many buckets there are
+    and however their edges cut the rows.
+
+    Args:
+        table: The table of all writes.
+    """
+
+    def __init__(self, table: SegmentTable) -> None:
+        num_bytes, num_rows = _bytes_by_name(table), np.bincount(table.name, minlength=len(table.names))
+        shares = num_rows / (np.maximum(num_bytes, 1) * max(len(table), 1))
+        self._per_byte: dict[str, float] = dict(zip(table.names, shares.tolist(), strict=True))
+
+    def of(self, table: SegmentTable) -> float:
+        """The share of a table of some of these writes."""
+        num_bytes: list[float] = _bytes_by_name(table).tolist()
+        return math.fsum(n * self._per_byte[name] for name, n in zip(table.names, num_bytes, strict=True) if n)
+
+
+def _bytes_by_name(table: SegmentTable) -> npt.NDArray[np.float64]:
+    num_bytes = (table.sizes.prod(axis=1) * table.run).astype(np.float64)
+    return np.bincount(table.name, num_bytes, minlength=len(table.names)).astype(np.float64)
+
+
+class _Kept(Generic[_Key, _Value]):
+    """Tables that may be used again; the least recently used go first.
+
+    A trainer whose tensors lie elsewhere at each push brings buckets that never come again, so there is a bound on the
+    shares of all tables together, which a fixed plan of any number of buckets keeps to.
+    """
+
+    def __init__(self, max_tables: int) -> None:
+        self._max_tables = max_tables
+        self._items: dict[_Key, tuple[_Value, float]] = {}
+        self._share = 0.0
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def get(self, key: _Key) -> _Value | None:
+        """The value, which is the most recently used then."""
+        item = self._items.pop(key, None)
+        if item is None:
+            return None
+        self._items[key] = item
+        return item[0]
+
+    def put(self, key: _Key, value: _Value, share: float) -> None:
+        """Keeps a value under a new key."""
+        self._items[key] = value, share
+        self._share += share
+        while len(self) > 1 and (len(self) > self._max_tables or self._share > NUM_PASSES_KEPT + ROUNDING):
+            _, gone = self._items.pop(next(iter(self._items)))
+            self._share -= gone
+
+    def values(self) -> Iterator[_Value]:
+        """All values."""
+        return (value for value, _ in self._items.values())
+
+
 class _NameViews(NamedTuple):
     """The destination views of one name, for sources of one shape and dtype.
 
@@ -192,6 +260,7 @@ class _DeviceReplay:
         writes: Sequence[Write],
         storages: Mapping[int, torch.Tensor],
         backend: Backend,
+        shares: _Shares,
         max_tables: int,
     ) -> None:
         self.device = device
@@ -200,13 +269,13 @@ class _DeviceReplay:
         self._storages: dict[int, torch.Tensor] = {}
         self._addresses: list[tuple[torch.UntypedStorage, int]] = []
         self._backend = backend
-        self._max_tables = max_tables
+        self._shares = shares
         self._launches = choose_backend(device, backend) == "triton"
         self._rows: defaultdict[str, list[_Row]] | None = None
         self._views: dict[str, _NameViews] = {}
-        self._named_copies: dict[tuple[str, ...], SegmentCopy] = {}
-        self._recent: dict[tuple[int, ...], tuple[tuple[Bucket, ...], SegmentCopy]] = {}
-        self._compiled: dict[tuple[Bucket, ...], SegmentCopy] = {}
+        self._named_copies: _Kept[tuple[str, ...], SegmentCopy] = _Kept(max_tables)
+        self._recent: _Kept[tuple[int, ...], tuple[tuple[Bucket, ...], SegmentCopy]] = _Kept(max_tables)
+        self._compiled: _Kept[tuple[Bucket, ...], SegmentCopy] = _Kept(max_tables)
         self.bind(storages)
 
     def bind(self, storages: Mapping[int, torch.Tensor]) -> None:
@@ -236,14 +305,15 @@ class _DeviceReplay:
     def compiled(self, buckets: tuple[Bucket, ...]) -> SegmentCopy:
         """The table of these buckets; the same bucket objects are found without comparing their chunks."""
         ids = tuple(map(id, buckets))  # the entry keeps its buckets alive, so that no other object can take their ids
-        if ids in self._recent:
-            return self._bound(self._recent[ids][1])
+        recent = self._recent.get(ids)
+        if recent is not None:
+            return self._bound(recent[1])
         copy = self._compiled.get(buckets)
         if copy is None:
             table = compile_segments(self._by_name, [bucket.chunks for bucket in buckets])
             copy = SegmentCopy(table, self._storages, backend=self._backend)
-            _keep(self._compiled, buckets, copy, self._max_tables)
-        _keep(self._recent, ids, (buckets, copy), self._max_tables)
+            self._compiled.put(buckets, copy, self._shares.of(table))
+        self._recent.put(ids, (buckets, copy), self._shares.of(copy.table))
         return self._bound(copy)
 
     def copy_tensors(self, tensors: Iterable[Named]) -> None:
@@ -285,7 +355,7 @@ class _DeviceReplay:
         if copy is None and len(set(names)) == len(names):
             table = compile_segments({name: self._by_name[name] for name in names})
             copy = SegmentCopy(table, self._storages, backend=self._backend)
-            _keep(self._named_copies, names, copy, self._max_tables)
+            self._named_copies.put(names, copy, self._shares.of(table))
         return copy and self._bound(copy)
 
     def _pairs(self, batch: list[Named]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -373,9 +443,3 @@ def _rows_by_name(by_name: Mapping[str, Sequence[Write]]) -> defaultdict[str, li
     for name, *row in columns:
         rows[table.names[name]].append(tuple(row))  # type: ignore[arg-type]
     return rows
-
-
-def _keep(cache: dict[_Key, _Value], key: _Key, value: _Value, most: int) -> None:
-    if len(cache) >= most:
-        cache.clear()
-    cache[key] = value

@@ -300,6 +300,102 @@ def test_tables_are_kept_for_so_many_sets_of_buckets():
         assert len(replay._parts[0]._recent) <= 2
 
 
+def wide_plan(num_names: int, num_bytes: int):
+    """As many names of one row each, and the live storage and the bytes of all of them."""
+    live = torch.zeros(num_names, num_bytes, dtype=torch.uint8)
+    region = Region.of(torch.zeros(num_bytes, dtype=torch.uint8))
+    writes = [Write(str(row), 0, Region.of(live[row]), region) for row in range(num_names)]
+    wire = torch.arange(num_names * num_bytes).remainder(251).to(torch.uint8).view(num_names, num_bytes)
+    return writes, live, wire
+
+
+def offer_in(order, wire, num_buckets):
+    """The rows of `wire` in this order, in so many buckets of whole names."""
+    offer = []
+    for part in range(num_buckets):
+        names = order[part::num_buckets]
+        chunks = tuple(Chunk(str(row), 0, wire.shape[1], wire.shape[1] * place) for place, row in enumerate(names))
+        buffer = wire[names].reshape(-1)
+        offer.append((Bucket(chunks, buffer.numel()), buffer))
+    return offer
+
+
+@pytest.mark.parametrize("num_buckets", [1, 10])
+@pytest.mark.parametrize("at_once", [False, True])
+def test_tables_of_offers_that_do_not_come_again_are_let_go(num_buckets, at_once):
+    writes, live, wire = wide_plan(40, 8)
+    replay = Replay(writes, {0: live})
+    rng = random.Random(1)
+    for _ in range(40):
+        live.zero_()
+        offer = offer_in(rng.sample(range(40), 40), wire, num_buckets)
+        if at_once:
+            replay.copy_buckets(offer)
+        else:
+            for filled in offer:
+                replay.copy_bucket(*filled)
+        assert torch.equal(live, wire)
+    (part,) = replay._parts
+    most = replay_module.NUM_PASSES_KEPT * (1 if at_once else num_buckets)
+    assert len(part._compiled) == most
+    assert len(part._recent) == most
+    assert sum(len(copy.table) for copy in part._compiled.values()) == replay_module.NUM_PASSES_KEPT * 40
+
+
+def test_equal_buckets_in_new_objects_are_let_go_too():
+    writes, live, wire = wide_plan(4, 8)
+    replay = Replay(writes, {0: live})
+    for _ in range(40):
+        replay.copy_buckets(offer_in(range(4), wire, 1))
+    (part,) = replay._parts
+    assert len(part._compiled) == 1
+    assert len(part._recent) == replay_module.NUM_PASSES_KEPT
+
+
+@pytest.mark.parametrize(
+    ("num_names", "num_bytes", "bucket_bytes"), [(300, 256, 256), (2, 38_400, 256), (7, 25_600, 512)]
+)
+def test_a_fixed_plan_of_many_buckets_compiles_nothing_in_its_second_pass(
+    monkeypatch, num_names, num_bytes, bucket_bytes
+):
+    writes, live, wire = wide_plan(num_names, num_bytes)
+    replay = Replay(writes, {0: live})
+    entries = Manifest.from_tensors([(str(row), wire[row]) for row in range(num_names)]).entries
+    buckets = plan_buckets(entries, bucket_bytes)
+    assert len(buckets) >= 300
+    compiled = []
+    compile_segments = replay_module.compile_segments
+    monkeypatch.setattr(
+        replay_module, "compile_segments", lambda *given: compiled.append(1) or compile_segments(*given)
+    )
+    flat, counts = wire.reshape(-1), []
+    for number in range(3):
+        live.zero_()
+        at = 0
+        for bucket in buckets:
+            replay.copy_bucket(bucket, flat[at : at + bucket.num_bytes])
+            at += bucket.num_bytes
+        assert torch.equal(live, wire), number
+        counts.append(len(compiled))
+    assert counts == [len(buckets)] * 3
+
+
+def test_two_offers_that_alternate_and_an_update_of_a_part_keep_their_tables(monkeypatch):
+    writes, live, wire = wide_plan(12, 8)
+    replay = Replay(writes, {0: live})
+    offers = [offer_in(range(12), wire, 3), offer_in(range(11, -1, -1), wire, 2), offer_in(range(6), wire, 1)]
+    compiled = []
+    compile_segments = replay_module.compile_segments
+    monkeypatch.setattr(
+        replay_module, "compile_segments", lambda *given: compiled.append(1) or compile_segments(*given)
+    )
+    for _ in range(4):
+        for offer in offers:
+            for filled in offer:
+                replay.copy_bucket(*filled)
+    assert len(compiled) == 6
+
+
 def test_a_one_pass_iterator_never_holds_more_than_the_bound(monkeypatch):
     monkeypatch.setattr(replay_module, "MAX_HELD_BYTES", 4 * 64)
     live = torch.zeros(32, 64, dtype=torch.uint8)
