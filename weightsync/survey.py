@@ -30,6 +30,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from weightsync.class_facts import ClassFacts
+
 Raw = tuple[Any, Sequence[Any]]  # keys, and what hangs on the holder
 
 
@@ -105,6 +107,8 @@ class Survey:
             for holder in self._holders
             for value in holder.read(reached[holder.slot])[1]
         )
+        self._kinds = list(map(type, reached.values()))
+        self._classes = ClassFacts(self._kinds)
         self._state: object = object()
 
     def _record(self, model: torch.nn.Module, slots: dict[int, int]) -> dict[int, Any]:
@@ -159,13 +163,15 @@ class Survey:
         places = list(map(_place, tensors))
         if places != self._places:
             self._places, self._state = places, object()
+        if not self._classes.hold():
+            self._classes, self._state = ClassFacts(self._kinds), object()
         make = self._make
         found = [make(*entry, objects[slot]) for entry, slot in zip(self._found, self._slot_of_entry, strict=True)]
         return Visit(found, read if self._sees_all_values else [], self.state)
 
     @property
     def state(self) -> object | None:
-        """The same object as long as every number and string that hangs on the model, and every tensor's place, stays.
+        """The same object as long as all plain values, tensors' places and classes' attributes stay.
 
         None if something hangs there whose inside a survey cannot see, such as an array.
         """

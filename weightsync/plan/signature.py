@@ -7,6 +7,7 @@ addresses and layouts of parameters and buffers      a tensor moved, appeared or
 plain Python values wherever they hang on the model  a rank, a placement list or a loader changed (values.py)
 bytes of the tensors that loaders looked at          experts moved
 how each module is loaded                            a hook appeared, a layout was recorded
+attributes of the modules' classes                   a loader was patched
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from typing import Any
 
 import torch
 
+from weightsync.class_facts import ClassFacts
 from weightsync.plan.values import values_of
-from weightsync.reachable import python_state, walk
+from weightsync.reachable import python_state, visit, walk
 
 
 @dataclass(eq=False)
@@ -29,6 +31,7 @@ class Signature:
     _values: tuple[Any, ...]
     _looked_at: Mapping[str, torch.Tensor]
     _modes: tuple[Any, ...]
+    _classes: ClassFacts
     _python_state: object | None = None  # if it is still this one, layout and values need not be looked at
 
     @classmethod
@@ -43,11 +46,12 @@ class Signature:
         wanted = set(live_reads)
         tensors = {slot.path: slot.tensor for slot in walk(model) if slot.path in wanted} if wanted else {}
         copies = {path: tensor.detach().clone() for path, tensor in tensors.items()}
-        return cls(_layout_of(model), values_of(model), copies, _modes_of(modes), python_state(model))
+        classes = ClassFacts(type(found.value) for found in visit(model))
+        return cls(_layout_of(model), values_of(model), copies, _modes_of(modes), classes, python_state(model))
 
     def holds(self, model: torch.nn.Module, modes: Mapping[str, Any]) -> bool:
         """Whether the model is still in this state."""
-        if self._modes != _modes_of(modes):
+        if self._modes != _modes_of(modes) or not self._classes.hold():
             return False
         state = python_state(model)
         if state is None or state is not self._python_state:

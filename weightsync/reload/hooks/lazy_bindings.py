@@ -39,13 +39,17 @@ class Binding:
 Calls = frozenset[tuple[tuple[str, ...], str]]  # where a helper object hangs, and the method that is called
 
 
-@functools.lru_cache(maxsize=4096)
 def bindings_of(cls: type, method: str = "forward") -> tuple[frozenset[Binding], Calls]:
     """The caches that a method of a class fills, by its source and that of the methods that it calls."""
+    return _bindings_of(cls, method, inspect.getattr_static(cls, method, None))
+
+
+@functools.lru_cache(maxsize=4096)
+def _bindings_of(cls: type, method: str, first: Any) -> tuple[frozenset[Binding], Calls]:
     found: set[Binding] = set()
     calls: set[tuple[tuple[str, ...], str]] = set()
     seen: set[int] = set()
-    pending: list[Any] = [inspect.getattr_static(cls, method, None)]
+    pending: list[Any] = [first]
     while pending:
         function = inspect.unwrap(pending.pop()) if pending[-1] is not None else pending.pop()
         tree = _parsed(function)

@@ -132,7 +132,7 @@ def _bindings_in(module: torch.nn.Module) -> list[Binding]:
         if (id(holder), method) in seen:
             continue
         seen.add((id(holder), method))
-        bindings, calls = bindings_of(type(holder), method)  # type: ignore[arg-type]  # a class is hashable
+        bindings, calls = bindings_of(type(holder), method)
         found.extend(dataclasses.replace(binding, chain=(*chain, *binding.chain)) for binding in bindings)
         tables = (holder._modules, holder._parameters) if isinstance(holder, torch.nn.Module) else ()
         for step, called in calls:
