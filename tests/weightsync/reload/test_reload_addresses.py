@@ -324,19 +324,19 @@ def test_a_container_that_a_hook_fills_in_place_is_kept(mode):
         assert [part.tolist() for part in model.l.parts] == [[3 * value] * 4]
 
 
-def sleep(model):
-    """Frees the memory behind each tensor, as engines do between rollouts; the tensors stay the same objects."""
-    sizes = [(t.untyped_storage(), t.untyped_storage().nbytes()) for t in model.parameters()]
-    for storage, _ in sizes:
-        storage.resize_(0)
-    return sizes
+def sleep_and_wake(model):
+    """Frees the memory behind each parameter and allocates it elsewhere, as engines do; the tensors stay the same.
 
-
-def wake(sizes):
-    """Gives each storage as many bytes at another address."""
-    blockers = [torch.zeros(n, dtype=torch.uint8) for _, n in sizes]
-    for storage, n in sizes:
-        storage.resize_(n)
+    Returns what has to be kept so that nothing comes back to where it was.
+    """
+    blockers = []
+    for parameter in model.parameters():
+        storage = parameter.untyped_storage()
+        before, size = storage.data_ptr(), storage.nbytes()
+        while storage.data_ptr() in (before, 0):
+            storage.resize_(0)
+            blockers.append(torch.zeros(size, dtype=torch.uint8))
+            storage.resize_(size)
     return blockers
 
 
@@ -354,7 +354,7 @@ def test_a_model_that_slept_and_woke_at_other_addresses_is_bound_anew(mode, has_
         push(model, {"l.w": full(value, size)}, mode)
         assert model.l.w.eq(factor * value).all()
     before = model.l.w.data_ptr()
-    blockers = wake(sleep(model))
+    blockers = sleep_and_wake(model)
     assert model.l.w.data_ptr() != before
     for value in (5, 6):
         push(model, {"l.w": full(value, size)}, mode)
