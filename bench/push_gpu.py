@@ -18,6 +18,7 @@ import gc
 import json
 import os
 import pstats
+import shlex
 import sys
 import time
 import traceback
@@ -227,7 +228,7 @@ def timed_case(
         extra,
         torch.cuda.get_device_name(device),
         datetime.date.today().isoformat(),
-        "python bench/push_gpu.py " + " ".join(sys.argv[1:]),
+        shlex.join(["python", "bench/push_gpu.py", *sys.argv[1:]]),
     )
 
 

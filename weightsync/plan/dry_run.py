@@ -189,7 +189,7 @@ class DispatchMode(TorchDispatchMode):
         elif from_load and given != target.numel():
             ledger.refuse_copy(names, target, source, f"silent broadcast of {given} to {target.numel()} elements")
         elif from_load and source.dtype != target.dtype and not ledger.allow_casts:
-            ledger.refuse_copy(names, target, source, "implicit cast (casts='allow' accepts it)")
+            ledger.refuse_copy(names, target, source, "implicit cast (pass casts='allow' to accept it)")
         elif origin is not None and origin.source is not None and source.dtype == target.dtype:
             wire_bytes = squeezed(Region.of(source))
         ledger.claim(target, names, live, wire_bytes, squeezed(region))
