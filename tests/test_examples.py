@@ -27,7 +27,8 @@ def printed(code: str) -> list[str]:
 
 
 def test_there_are_examples():
-    assert {"one_process.py", "post_load_hook.py", "two_processes.py"} <= {path.name for path in EXAMPLES}
+    names = {path.name for path in EXAMPLES}
+    assert {"moe_experts.py", "one_process.py", "post_load_hook.py", "two_processes.py"} <= names
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
