@@ -11,6 +11,7 @@ at once, in memory that lasts, also gives them by name (`resident`): then mapped
 from __future__ import annotations
 
 import json
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from weightsync.errors import ManifestError
+from weightsync.errors import ManifestError, shown
 from weightsync.manifest import Manifest, ParamMeta
 from weightsync.transport.base import select
 from weightsync.transport.layouts import Layouts
@@ -80,6 +81,10 @@ class _Declared:
         return self._metadata
 
 
+def _is_tensor(value: object) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
 class TensorSource(WeightSource):
     """Tensors by name, in the mapping's order.
 
@@ -94,8 +99,17 @@ class TensorSource(WeightSource):
 
     @property
     def metadata(self) -> list[ParamMeta]:
-        """See `WeightSource.metadata`."""
-        return self._declared.metadata(list(self._tensors), list(self._tensors.values()))
+        """See `WeightSource.metadata`.
+
+        Raises:
+            ManifestError: A value is no tensor.
+        """
+        tensors = list(self._tensors.values())
+        if any(not issubclass(kind, torch.Tensor) for kind in set(map(type, tensors))):  # few kinds, many tensors
+            wrong = {name: type(value).__name__ for name, value in self._tensors.items() if not _is_tensor(value)}
+            said = [f"{name} is a {kind}" for name, kind in wrong.items()]
+            raise ManifestError(f"a source holds tensors by name, but {shown(said)}", names=list(wrong))
+        return self._declared.metadata(list(self._tensors), tensors)
 
     def iter_full(self) -> Iterator[tuple[str, torch.Tensor]]:
         """See `WeightSource.iter_full`."""
@@ -162,16 +176,17 @@ class ModuleSource(WeightSource):
         self._slots: dict[str, tuple[dict[str, Any], str]] = {}
         self._declared = _Declared()
         self._names: list[str] = []
-        self._sizes: list[tuple[dict[str, Any], int]] = []
+        self._modules: list[weakref.ref[nn.Module]] = []
+        self._structure: list[Any] | None = None
 
     def _find_slots(self) -> None:
         """Remembers in which dict each tensor stands, so that a push need not walk the module."""
         seen: set[int] = set()
-        self._slots, self._sizes = {}, []
+        self._slots, self._modules, self._structure = {}, [], None
         for prefix, module in self._module.named_modules():
+            self._modules.append(weakref.ref(module))
             transient = module._non_persistent_buffers_set
             for table in (module._parameters, module._buffers):
-                self._sizes.append((table, len(table)))
                 for key, tensor in table.items():
                     if tensor is None or id(tensor) in seen or (table is module._buffers and key in transient):
                         continue
@@ -185,16 +200,30 @@ class ModuleSource(WeightSource):
                         raise ManifestError(f"two tensors are renamed to {name!r}", names=[name])
                     self._slots[name] = (table, key)
         self._names = list(self._slots)
+        self._structure = self._structure_now()
+
+    def _structure_now(self) -> list[Any] | None:
+        """Which modules, tables, keys and objects there are; None if a module is gone.
+
+        Identities are those of living objects: of modules, and of what their tables hold. A tensor that was replaced is
+        read from its table anyway; but one that is tied or untied, or was None, makes other names.
+        """
+        found: list[Any] = []
+        for reference in self._modules:
+            module = reference()
+            if module is None:
+                return None
+            own = module.__dict__
+            for table in (own["_parameters"], own["_buffers"], own["_modules"]):
+                found.append((id(table), list(table), list(map(id, table.values()))))
+            found.append(frozenset(own["_non_persistent_buffers_set"]))
+        return found
 
     def _tensors(self) -> list[torch.Tensor]:
         """The tensors as they are now, in the order of `_names`."""
-        if not self._sizes or any(len(table) != size for table, size in self._sizes):
+        if self._structure is None or self._structure_now() != self._structure:
             self._find_slots()
-        tensors = [table[key] for table, key in self._slots.values()]
-        if type(None) in map(type, tensors):
-            self._find_slots()
-            tensors = [table[key] for table, key in self._slots.values()]
-        return tensors
+        return [table[key] for table, key in self._slots.values()]
 
     @property
     def metadata(self) -> list[ParamMeta]:

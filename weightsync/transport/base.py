@@ -275,8 +275,18 @@ class Link(ABC):
 
 
 def byte_view(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor's bytes as a one-dimensional uint8 view (aliases the input)."""
+    """The bytes of a tensor that `is_plain` as a one-dimensional uint8 view (aliases the input)."""
     return tensor.detach().reshape(-1).view(torch.uint8)
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's bytes, as they lie, are its values: contiguous, and no bit negates or conjugates them."""
+    return tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
+
+
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself if it `is_plain`, else a copy that is."""
+    return tensor.resolve_conj().resolve_neg().contiguous()
 
 
 def take(value: Mapping[str, object], name: str, kind: type, what: str) -> object:

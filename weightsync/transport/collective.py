@@ -29,7 +29,20 @@ import torch
 
 from weightsync.control import Json, from_ranges, to_ranges
 from weightsync.errors import ProtocolError, TransportError
-from weightsync.transport.base import Feed, Link, Mine, Post, Progress, Sender, byte_view, select, take, take_int
+from weightsync.transport.base import (
+    Feed,
+    Link,
+    Mine,
+    Post,
+    Progress,
+    Sender,
+    byte_view,
+    is_plain,
+    plain,
+    select,
+    take,
+    take_int,
+)
 from weightsync.transport.buckets import ALIGNMENT, Bucket, Chunk
 from weightsync.transport.groups import TRAINER_RANK, Group, Work
 from weightsync.transport.streams import EVERYONE, Step, schedule, stream_cap, streams_of
@@ -234,7 +247,7 @@ class CollectiveSender(Sender):
         else:
             with closing(feed.tensors([feed.manifest.entries[index] for index in plan.selected])) as tensors:
                 for entry, tensor in tensors:
-                    source = byte_view(tensor.contiguous())
+                    source = byte_view(plain(tensor))
                     for step, chunk in plan.by_name[entry.name]:
                         if chunk is step.bucket.chunks[0]:
                             claim(step)
@@ -258,7 +271,7 @@ class CollectiveSender(Sender):
         if resident is None:
             return None
         tensors = [resident[feed.manifest.entries[index].name] for index in plan.selected]
-        if not all(tensor.is_contiguous() for tensor in tensors):
+        if not all(map(is_plain, tensors)):
             return None
         addresses = [tensor.data_ptr() for tensor in resident.values()]
         if addresses != self._addresses.get(target):

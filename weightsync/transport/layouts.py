@@ -22,7 +22,7 @@ except ImportError:  # another torch
     _TensorGuards = None  # type: ignore[assignment,misc]
 
 _SHAPE, _DTYPE = operator.attrgetter("shape"), operator.attrgetter("dtype")
-Facts = tuple[list[torch.Size], list[torch.dtype], list[tuple[int, ...] | None]]
+Facts = tuple[list[torch.Size], list[torch.dtype], list[tuple[Any, ...] | None]]
 
 
 class Layouts:
@@ -53,8 +53,11 @@ def _facts(tensors: Sequence[torch.Tensor]) -> Facts:
     return list(map(_SHAPE, tensors)), list(map(_DTYPE, tensors)), list(map(_stride, tensors))
 
 
-def _stride(tensor: torch.Tensor) -> tuple[int, ...] | None:
-    return tensor.stride() if tensor.layout == torch.strided else None
+def _stride(tensor: torch.Tensor) -> tuple[Any, ...] | None:
+    """Strides, and the bits by which its values are not its bytes."""
+    if tensor.layout != torch.strided:
+        return None
+    return (tensor.stride(), tensor.is_neg(), tensor.is_conj())
 
 
 def _guards(tensors: Sequence[torch.Tensor], shapes: Sequence[Any], strides: Sequence[Any]) -> Any:
@@ -62,7 +65,10 @@ def _guards(tensors: Sequence[torch.Tensor], shapes: Sequence[Any], strides: Seq
     if _TensorGuards is None or not tensors or None in strides:
         return None
     make: Any = _TensorGuards  # its annotations say less than it takes
-    dims = {"dynamic_dims_sizes": list(map(list, shapes)), "dynamic_dims_strides": list(map(list, strides))}
+    dims = {
+        "dynamic_dims_sizes": list(map(list, shapes)),
+        "dynamic_dims_strides": [list(stride) for stride, _, _ in strides],
+    }
     try:
         guards = make(*tensors, **dims)
         return guards if guards.check(*tensors) else None

@@ -33,11 +33,13 @@ from weightsync.transport.base import (
     Sender,
     byte_view,
     checked,
+    is_plain,
+    plain,
 )
 from weightsync.transport.buckets import plan_buckets
 
 NUM_SLOTS = 2
-_ADDRESS, _IS_CONTIGUOUS = torch.Tensor.data_ptr, torch.Tensor.is_contiguous
+_ADDRESS = torch.Tensor.data_ptr
 NUM_KEPT = 16  # different updates (subsets of names) whose tables are remembered
 
 
@@ -148,7 +150,7 @@ class MappedSender(Sender):
         tensors = list(chain.from_iterable(by_name.values() for by_name in residents.values() if by_name))
         laid_out: list[object] = [feed.layout() for feed in self._feeds.values()]
         if None in laid_out:
-            laid_out = list(map(_IS_CONTIGUOUS, tensors))
+            laid_out = list(map(is_plain, tensors))
         layout = (list(map(_ADDRESS, tensors)), laid_out)
         unchanged = layout == self._layout and all(map(self._exporter.is_current, self._allocations))
         if self._offer is None or not unchanged:
@@ -190,7 +192,7 @@ class MappedSender(Sender):
             place = None
             if resident is not None:
                 tensor = checked(entry, resident.get(entry.name))
-                if tensor.is_contiguous():
+                if is_plain(tensor):
                     place = self._exporter.locate(tensor)
             if place is None:
                 staged.append(index)
@@ -261,7 +263,7 @@ class MappedSender(Sender):
             for chunk in bucket.chunks:
                 if current is None or current[0].name != chunk.name:
                     current = next(tensors)
-                    current = (current[0], byte_view(current[1].contiguous()))
+                    current = (current[0], byte_view(plain(current[1])))
                 slot[chunk.offset : chunk.offset + chunk.num_bytes].copy_(
                     current[1][chunk.start : chunk.start + chunk.num_bytes]
                 )
