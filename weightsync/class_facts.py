@@ -15,7 +15,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable
 
-_FOREIGN = frozenset(sys.stdlib_module_names) | {"torch", "numpy", "triton", "weightsync"}
+# Packages whose classes, and objects of them, are not the model's.
+FOREIGN = frozenset(sys.stdlib_module_names) | {"torch", "numpy", "triton", "weightsync"}
 
 
 class ClassFacts:
@@ -27,7 +28,7 @@ class ClassFacts:
 
     def __init__(self, kinds: Iterable[type]) -> None:
         bases = dict.fromkeys(base for kind in dict.fromkeys(kinds) for base in kind.__mro__)
-        self._classes = [base for base in bases if base.__module__.partition(".")[0] not in _FOREIGN]
+        self._classes = [base for base in bases if base.__module__.partition(".")[0] not in FOREIGN]
         self._kept = [list(vars(cls).values()) for cls in self._classes]
         self._identities = self._now()
 

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import collections
 import functools
-import sys
 import threading
 import types
 import weakref
@@ -33,12 +32,12 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
+from weightsync.class_facts import FOREIGN
 from weightsync.errors import LayoutError
 from weightsync.survey import LEFT_OUT, REGISTRIES, TABLES, Read, Survey, Visit
 
 Kind = Literal["parameter", "buffer", "attribute"]
 
-_FOREIGN = frozenset(sys.stdlib_module_names) | {"torch", "numpy", "triton", "weightsync"}
 CONTAINERS = (dict, list, tuple, set, frozenset, collections.deque, types.MappingProxyType)
 # Standard-library types that only hold what a user put there.
 _PLAIN_HOLDERS = (
@@ -308,7 +307,7 @@ def is_reachable(value: Any) -> bool:
         return False
     if isinstance(value, (torch.Tensor, torch.nn.Module, *CONTAINERS, *CALLABLES, *_PLAIN_HOLDERS)):
         return True
-    return type(value).__module__.partition(".")[0] not in _FOREIGN
+    return type(value).__module__.partition(".")[0] not in FOREIGN
 
 
 def children_of(node: Any) -> Iterator[tuple[_Step, Any]]:
@@ -361,7 +360,7 @@ def _slot_descriptors(cls: type) -> tuple[types.MemberDescriptorType, ...]:
     return tuple(
         value
         for base in cls.__mro__
-        if base.__module__.partition(".")[0] not in _FOREIGN
+        if base.__module__.partition(".")[0] not in FOREIGN
         for value in vars(base).values()
         if isinstance(value, types.MemberDescriptorType)
     )

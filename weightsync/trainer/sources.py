@@ -14,6 +14,8 @@ import json
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +157,10 @@ class NamedSource(WeightSource):
         return None if tensors is None else {name: tensors[name] for name in self._names}
 
 
+_TABLES = itemgetter("_parameters", "_buffers", "_modules")
+_TRANSIENT = itemgetter("_non_persistent_buffers_set")
+
+
 def _is_sharded(tensor: torch.Tensor) -> bool:
     return hasattr(tensor, "full_tensor")
 
@@ -208,16 +214,14 @@ class ModuleSource(WeightSource):
         Identities are those of living objects: of modules, and of what their tables hold. A tensor that was replaced is
         read from its table anyway; but one that is tied or untied, or was None, makes other names.
         """
-        found: list[Any] = []
-        for reference in self._modules:
-            module = reference()
-            if module is None:
-                return None
-            own = module.__dict__
-            for table in (own["_parameters"], own["_buffers"], own["_modules"]):
-                found.append((id(table), list(table), list(map(id, table.values()))))
-            found.append(frozenset(own["_non_persistent_buffers_set"]))
-        return found
+        modules = [reference() for reference in self._modules]
+        if None in modules:
+            return None
+        own = list(map(vars, modules))
+        tables = list(chain.from_iterable(map(_TABLES, own)))
+        held = list(map(id, chain.from_iterable(table.values() for table in tables)))
+        keys, lengths = list(chain.from_iterable(tables)), list(map(len, tables))
+        return [list(map(id, tables)), lengths, keys, held, list(map(frozenset, map(_TRANSIENT, own)))]
 
     def _tensors(self) -> list[torch.Tensor]:
         """The tensors as they are now, in the order of `_names`."""

@@ -30,10 +30,9 @@ def with_and_without(request, monkeypatch):
 
 
 def test_torch_has_the_guards():
-    if layouts._TensorGuards is not None:
-        assert Layouts(make())._guards is not None, (
-            "torch changed them: pushes are right, and slower than they could be"
-        )
+    if layouts._TensorGuards is None:
+        pytest.skip("this torch has none, or they are switched off here")
+    assert Layouts(make())._guards is not None, "torch changed them: pushes are right, and slower than they could be"
 
 
 CHANGES = {
